@@ -104,18 +104,8 @@ def _model(
     eos: tuple[int, ...],
     interleaved: bool,
 ) -> ModelSpec:
-    """Return the spec of a DeepSeek model.
-
-    Args:
-        family: The model_type.
-        files: The configuration.
-        rule: How the router chooses experts.
-        dense: The feed-forward half of layers without experts.
-        absent: Three keys of config.json and their default values, in this order: the intermediate size of an expert,
-            the number of shared experts, and the first layer with experts.
-        eos: The default EOS ids.
-        interleaved: If True, the rotary embedding rotates pairs (2i, 2i + 1) of values.
-    """
+    # absent: the keys of an expert's intermediate size, the number of shared experts, and the first layer with experts,
+    # with their default values
     fields = files.config
     norm, attended = NormSpec(hidden_size(fields), rms_eps(fields)), _attention(fields, interleaved)
     inner, shared, first = (fields.integer(key, value, low=0) for key, value in absent.items())

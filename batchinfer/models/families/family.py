@@ -46,8 +46,7 @@ class Part:
         module: The name of the module.
         start: The first output of the range.
         stop: The end of the range (exclusive).
-        every: If set, the module's outputs consist of groups of this size, and `start` and `stop` select outputs in
-            each group.
+        every: If set, the module's outputs consist of groups of this size, and the range is taken from each group.
         transposed: If True, the module's weight is stored as (inputs, outputs).
         index: The index of the matrix, if the module's tensor stores several, such as one per expert.
         weight: Suffix of the name of the module's weight.
@@ -119,15 +118,15 @@ class TableNames:
     """The names of the modules outside of layers, such as the embedding, in checkpoints of a family.
 
     Args:
-        base: Prefix of all names except the head's. Checkpoints that contain only the base model do not have it.
+        base: Prefix of all names except that of `head`. Names in checkpoints of only the base model lack it.
         embedding: The token embedding.
         positions: The embedding of learned positions.
         layers: The module list of all layers.
         final_norm: The norm after the last layer.
         head: The output layer (lm_head).
         ignored: Suffixes of the names of tensors that are not read, as they can be computed.
-        unread: Prefixes, after `base`, of the names of heads on top of an encoder. They are not read unless they belong
-            to `classifier`.
+        unread: Prefixes of the names (after `base`) of heads on top of an encoder, which are not read. Modules of
+            `classifier` are read nevertheless.
         embedding_norm: The norm of the sum of an encoder's embeddings.
         token_types: The embedding of an encoder's token types.
         distances: The learned bias of attention scores by distance (MPNet).
@@ -186,8 +185,7 @@ class Family:
     Args:
         model_type: The `model_type` in config.json.
         architectures: The supported classes of transformers. The first one is the language model.
-        parse: Returns the spec of a model from its configuration, and appends messages about invalid values to its
-            `mistakes`.
+        parse: Returns the spec of a model. Appends messages about invalid values to `mistakes` of its argument.
         modules: Returns the module that stores each parameter of a layer in checkpoints, by parameter name.
         names: The names of the modules outside of layers.
         mtp_layers_key: The key of config.json with the number of MTP layers, which follow the last layer and are not
@@ -212,16 +210,15 @@ def attention(
     qk_norm: NormSpec | None = None,
     rotation: RotationOf | None = None,
 ) -> AttentionSpec:
-    """Return the spec of grouped-query attention that keys of config.json describe. The keys have Llama's names.
+    """Return the spec of grouped-query attention from config.json, whose keys have the same names as Llama's.
 
     Args:
         fields: The fields of config.json.
-        absent_kv_heads: The number of KV heads if num_key_value_heads is missing. None: the number of query heads. If
-            the value is null, it is always the number of query heads.
+        absent_kv_heads: The number of KV heads if num_key_value_heads is missing. None: the number of query heads.
         absent_head_dim: The head size if head_dim is missing. None: hidden_size / query heads.
         qkv_bias: True if q, k and v have biases.
         o_bias: True if the output projection has a bias.
-        qk_norm: The norm of each head of q and k; its width is replaced by the head size. None: no norm.
+        qk_norm: The norm of each head of q and k, of any width. None: there is no norm.
         rotation: Reads the rotary embedding from config.json. None: whole heads are rotated.
     """
     q_heads = fields.integer("num_attention_heads")
@@ -282,7 +279,7 @@ def _head_dim(fields: Fields, q_heads: int, absent: int | None) -> int:
 
 
 def gated_feed_forward(fields: Fields, biased: bool = False) -> FeedForwardSpec:
-    """Return the spec of a gated feed-forward half that keys of config.json describe. The keys have Llama's names.
+    """Return the spec of a gated feed-forward half from config.json, whose keys have the same names as Llama's.
 
     Args:
         fields: The fields of config.json.
@@ -294,7 +291,7 @@ def gated_feed_forward(fields: Fields, biased: bool = False) -> FeedForwardSpec:
 def routing(
     fields: Fields, key: str, absent: int, absent_chosen: int, *, normalised: bool, **more: Any
 ) -> Routing:
-    """Return how the router of a mixture of experts chooses them, as config.json describes.
+    """Return the rule by which a router chooses experts for a token, from config.json.
 
     Args:
         fields: The fields of config.json.
@@ -312,12 +309,14 @@ def routing(
 
 
 def expert_modules(layer: LayerSpec, start: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of the module that stores each weight of each expert of a layer, such as "expert.3.gate".
+    """Return the module that stores each weight of each expert of a layer, by weights such as "expert.3.gate".
+
+    Returns {} if the layer has no experts.
 
     Args:
-        layer: The layer. The result is {} if it has no experts.
-        start: Prefix of the names of the modules.
-        names: The names of an expert's modules for "gate", "up" and "down".
+        layer: The layer.
+        start: The name of the module that contains all experts.
+        names: The names of the modules in an expert for "gate", "up" and "down".
     """
     fed = layer.feed_forward
     if not isinstance(fed, ExpertsSpec):
@@ -368,12 +367,14 @@ def hidden_size(fields: Fields) -> int:
 
 
 def kinds_of_layers(fields: Fields, layers: int, pattern: int) -> list[LayerKind]:
-    """Return whether each layer has full or sliding-window attention: `layer_types`, or else every n-th layer is full.
+    """Return for each layer whether it has full or sliding-window attention, from `layer_types` of config.json.
+
+    If `layer_types` is missing, every n-th layer has full attention, with n = `sliding_window_pattern`.
 
     Args:
         fields: The fields of config.json.
         layers: The number of layers.
-        pattern: The default of `sliding_window_pattern`, which is n.
+        pattern: The value of n if config.json has no `sliding_window_pattern`.
     """
     every = fields.integer("sliding_window_pattern", pattern)
     usual: list[LayerKind] = [LOCAL if (index + 1) % every else FULL for index in range(layers)]
@@ -390,7 +391,7 @@ def layer_kinds(fields: Fields, layers: int) -> list[LayerKind] | None:
 
     Args:
         fields: The fields of config.json.
-        layers: The number of layers, which a valid list has as its length.
+        layers: The number of layers. A list with another length is invalid.
     """
     kinds = fields.raw.get("layer_types")
     if kinds is None:
@@ -414,7 +415,7 @@ def model(
     absent_tied: bool = False,
     **special: Any,
 ) -> ModelSpec:
-    """Return the spec of a model from its layers and from keys of config.json, which have Llama's names.
+    """Return the spec of a model from its layers and from config.json, whose keys have the same names as Llama's.
 
     Args:
         family: The model_type.

@@ -64,10 +64,12 @@ class Multimodal:
         return (self.architecture,)
 
     def text_config(self, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the decoder's configuration: text_config with defaults and with some keys that are outside of it.
+        """Return the text decoder's configuration, completed; None if config.json has no valid `text_config`.
+
+        It consists of `text_config`, defaults, and some keys outside of `text_config`.
 
         Args:
-            raw: The content of config.json. The result is None if its text_config is not an object.
+            raw: The content of config.json.
         """
         stated = raw.get("text_config")
         if not isinstance(stated, Mapping):
@@ -85,7 +87,7 @@ class Multimodal:
         }
 
     def part_of(self, tensor: str) -> str | None:
-        """Return the part of the model that has a tensor, such as "vision_tower"; None for the decoder.
+        """Return the part of the model that a tensor belongs to, such as "vision_tower"; None for the text decoder.
 
         Args:
             tensor: The name of the tensor.

@@ -72,7 +72,7 @@ def load_if_there(path: Path) -> dict[str, Any]:
 class Fields:
     """Reads typed values from a JSON object, and appends an error message to `mistakes` for each invalid value.
 
-    The value that is returned instead of an invalid one is the default, or the lower bound. Callers must check
+    Instead of an invalid value, the default or the smallest valid value is returned. Therefore, callers must check
     `mistakes` before they use any value.
     """
 
@@ -89,8 +89,8 @@ class Fields:
             raw: The JSON object.
             name: The name of the file, for messages.
             mistakes: Receives an error message for each invalid value.
-            theirs: The names of keys in the file, by the names under which callers read them. Messages quote the names
-                in the file.
+            theirs: The names of keys in the file, for messages, by the names under which callers read them. Keys that
+                are missing here have the same name in both.
         """
         self.raw = raw
         self.name = name
@@ -98,11 +98,10 @@ class Fields:
         self._theirs = theirs
 
     def rename_keys(self, theirs: Mapping[str, str]) -> Fields:
-        """Return a reader of the same object for a family that names some keys differently.
+        """Return a reader of the same JSON object in which some keys have other names.
 
         Args:
-            theirs: The names of keys in the file, by the names under which callers will read them. Messages quote the
-                names in the file.
+            theirs: The names of keys in the file, by the names under which callers will read them.
         """
         usual = {key: self.raw[own] for key, own in theirs.items() if own in self.raw}
         return Fields({**self.raw, **usual}, self.name, self.mistakes, theirs)

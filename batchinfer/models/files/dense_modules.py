@@ -21,9 +21,7 @@ _MOST_OUTPUTS = 1 << 16
 
 
 def dense_module(folder: CheckpointFolder, name: str, named_by: str) -> Dense:
-    """Check a linear layer that sentence-transformers applies after pooling, and return its location.
-
-    The result also has its sizes, dtype and activation.
+    """Check a linear layer that sentence-transformers applies after pooling, and return its file, sizes and activation.
 
     Args:
         folder: The checkpoint.

@@ -16,9 +16,9 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 class CheckpointFolder:
-    """A checkpoint folder that is safe to read: it has only regular files and folders, and reading never leaves it.
+    """A checkpoint folder that was checked to be safe to read. It contains only regular files, folders and links.
 
-    Links may point outside of the folder only to places that `model_roots` allows, such as the Hugging Face cache.
+    Links lead to files in the folder, or in the folders that `model_roots` allows, such as the Hugging Face cache.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,6 @@ class CheckpointFolder:
 
         Raises:
             SecurityRefusal: The name or a link points outside of the folder, or the entry is not a regular file.
-                Opening a pipe would hang.
         """
         if not _is_plain(name):
             raise SecurityRefusal(
@@ -65,7 +64,7 @@ class CheckpointFolder:
         target = resolve_inside(path, self._roots)
         if not target.exists():
             return None
-        if not stat.S_ISREG(target.stat().st_mode):
+        if not stat.S_ISREG(target.stat().st_mode):  # opening a pipe would hang
             raise _not_regular(path)
         return path
 
@@ -74,9 +73,9 @@ class CheckpointFolder:
         return sorted(entry.name for entry in self.path.iterdir() if entry.name.endswith(suffixes))
 
     def refuse_model_code(self) -> None:
-        """Raise SecurityRefusal if config.json names a Python class in the checkpoint, which the model would need.
+        """Raise SecurityRefusal if config.json states that the model needs Python code in the checkpoint.
 
-        Call it only for unsupported models. batchinfer computes supported models without such code.
+        Call this only for unsupported models. batchinfer computes supported models without such code.
         """
         if self._asks_for_code(CONFIG):
             raise SecurityRefusal(
@@ -95,7 +94,7 @@ class CheckpointFolder:
 
     @property
     def unused_code(self) -> tuple[str, ...]:
-        """Return a notice that the checkpoint's own Python class for its tokenizer is never run; () if it has none."""
+        """Return (notice,) if the checkpoint has Python code for its tokenizer, which is not run; otherwise ()."""
         name = self._names_tokenizer_class()
         if name is None:
             return ()

@@ -65,11 +65,8 @@ class _Malformed(ValueError):
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Read and check the header of a safetensors file, and return its tensors by name.
 
-    The checks: the header's length is within its limit and the file, the JSON has no duplicate names, dtypes are known,
-    shapes match sizes, and the data fills the rest of the file without holes or overlaps.
-
     Raises:
-        SecurityRefusal: The header is malformed.
+        SecurityRefusal: The header is malformed, or does not match the size of the file.
     """
     try:
         return _read(path)

@@ -35,7 +35,7 @@ _OLD_KEY = "sbert_ce_default_activation_function"  # before version 4
 
 @dataclass(frozen=True, slots=True)
 class SentenceModules:
-    """How sentence-transformers makes a vector from a checkpoint's hidden states, and the prompts of its training.
+    """How sentence-transformers makes a vector from a checkpoint's hidden states, and the prompts that it suggests.
 
     Args:
         normalizes: True if vectors are scaled to length 1.
@@ -149,8 +149,6 @@ def _mode(folder: CheckpointFolder, pooling: Mapping[str, Any]) -> str:
 
 def stated_activation(path: Path) -> str | None:
     """Return the class name of the activation that a reranker applies to its scores; None if no file names one.
-
-    If several files name one, the file that the newest version of sentence-transformers writes takes precedence.
 
     Args:
         path: The folder of the checkpoint, or a GGUF file.

@@ -54,7 +54,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The weight files of a checkpoint folder, or a GGUF file. Links were checked to stay within the allowed folders.
+    """The weight files of a checkpoint folder, or a GGUF file.
 
     Args:
         path: The folder, or the GGUF file.
@@ -95,7 +95,7 @@ class WeightFiles:
         """Return True if earlier versions of batchinfer read wrong zero points from these files, so answers were wrong.
 
         Args:
-            cache: Results of earlier calls, by files; a new result is added.
+            cache: Results of earlier calls. A new result is added.
 
         Raises:
             JobFileError: Zero points are invalid.
@@ -117,10 +117,7 @@ def read_weight_files(folder: CheckpointFolder) -> WeightFiles:
 
 
 def _weight_files(folder: CheckpointFolder) -> tuple[list[Path], dict[str, str]]:
-    """Return the safetensors files to read, and the file name of each tensor if an index states it.
-
-    As in transformers, model.safetensors takes precedence over an index. Then the second result is empty.
-    """
+    # As in transformers, model.safetensors takes precedence over an index
     single = folder.file(SINGLE)
     if single is not None:
         return [single], {}

@@ -33,14 +33,15 @@ class EagleWeights:
     """The loaded weights of an EAGLE-3 draft head, packed for its operators.
 
     Args:
-        stored: The folder of the head.
+        stored: The head's folder, whose weights these are.
         ops: The operators.
-        parts: The packed weights of the head's layer.
-        norms: The norm of the previous token's state, and the final norm, by name.
-        fuse: Computes the state of a token from three hidden states of the target model.
+        parts: The packed weights of the head's decoder layer.
+        norms: The weights of the norm of the previous token's state, and of the final norm, by name.
+        fuse: Computes a token's state from three hidden states of the target model.
         embedding: (vocab of the model, hidden). None: the embedding of the target model.
         head: The output layer. None: the output layer of the target model.
-        targets: (vocab of the head,) int64, the target model's id of each token of the head. None: ids are equal.
+        targets: (vocab of the head,) int64, the target model's id of each token that the head can propose. None: both
+            have the same ids.
     """
 
     stored: StoredEagle
@@ -93,11 +94,11 @@ class EagleWeights:
         )
 
     def of(self, model: Decoder, positions: int) -> EagleHead:
-        """Return a draft head that is ready to draft, from these weights and a target model.
+        """Return a draft head with these weights on top of a target model, ready to draft tokens.
 
         Args:
             model: The target model, whose embedding and output layer are used if the head has none.
-            positions: The maximum length of a sequence, for the rotary table.
+            positions: The maximum number of tokens of a sequence.
         """
         layer = self.stored.spec.layers[0]
         assert layer.rotation is not None, "a layer with attention rotates its heads"
@@ -129,7 +130,7 @@ class EagleHead:
     head: Head
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Compute the head's states of a step's T tokens, (T, width), from hidden states of the target model.
+        """Return the states of T tokens, (T, width), computed from hidden states of the target model.
 
         Args:
             tapped: (T, hidden size of the model) each: the inputs of a low, a middle and a high layer of the model.
@@ -145,14 +146,14 @@ class EagleHead:
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Compute the head's states of T tokens, (T, width), and write the tokens' K and V to the cache.
+        """Return the head's states of T tokens, (T, width), and write the tokens' K and V to the head's KV cache.
 
         Args:
             token_ids: (T,) int64, the tokens.
-            states: (T, width), the state of the token that precedes each of these tokens.
+            states: (T, width), for each token, the state of the token before it.
             inputs: Positions and cache slots of the tokens.
-            cache: The KV cache of the head's layer.
-            plan: What `ops.plan_attention` returned for the step.
+            cache: The KV cache of the head.
+            plan: The result of `ops.plan_attention` for the step.
         """
         ops, layer, parts = self.weights.ops, self.weights.stored.spec.layers[0], self.parts
         embedded = self._apply_norm("input_norm", ops.embedding(token_ids, self.embedding))
@@ -164,18 +165,18 @@ class EagleHead:
         return feed_forward(ops, layer, parts, x, inputs) + residual
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the head's final norm to states, (n, width).
+        """Return states after the head's final norm, (n, width).
 
         Args:
-            hidden: (n, width), results of `forward`.
+            hidden: (n, width), states from `forward`.
         """
         return self._apply_norm(_FINAL, hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits of the next token, (n, vocab of the model). Tokens that the head never proposes have -inf.
+        """Return the logits of the next token, (n, vocab of the model). Tokens that the head never proposes have -inf.
 
         Args:
-            hidden: (n, width), results of `forward`.
+            hidden: (n, width), states from `forward`.
         """
         logits, targets = self.head(self.states(hidden)), self.weights.targets
         if targets is None:
@@ -185,10 +186,10 @@ class EagleHead:
         return whole
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the most likely next token, (n,), as the target model's id; NO_TOKEN for rows that are not finite.
+        """Return the target model's id of the most likely next token, (n,); NO_TOKEN if its logit is not finite.
 
         Args:
-            hidden: (n, width), results of `forward`.
+            hidden: (n, width), states from `forward`.
         """
         tokens, targets = self.head.argmax(self.states(hidden)), self.weights.targets
         return tokens if targets is None else torch.where(tokens < 0, tokens, targets[tokens.clamp(min=0)])

@@ -12,15 +12,15 @@ from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, Laye
 
 
 class LayerHead(Protocol):
-    """A draft head with a decoder layer (EAGLE or MTP), which drafts tokens sequentially.
+    """A draft head with a decoder layer (EAGLE or MTP), which drafts one token after the other.
 
-    The head computes a state per token, (width,), from the embedding of the token and the state of the token before it.
-    The state of a token yields the logits of the next token. States of tokens that the target model has computed come
-    from its hidden states.
+    The head has a state per token, (width,), which yields the logits of the next token. `forward` computes it from the
+    embedding of the token and the state of the token before. For tokens that the target model has run, `input_states`
+    computes it from the hidden states of the model.
     """
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Compute the head's states of a step's T tokens, (T, width), from hidden states of the target model.
+        """Return the states of T tokens, (T, width), computed from hidden states of the target model.
 
         Args:
             tapped: (T, hidden size of the model) each: the inputs of the model's layers that the head reads.
@@ -35,35 +35,35 @@ class LayerHead(Protocol):
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Compute the head's states of T tokens, (T, width), and write the tokens' K and V to the cache.
+        """Return the head's states of T tokens, (T, width), and write the tokens' K and V to the head's KV cache.
 
         Args:
             token_ids: (T,) int64, the tokens.
-            states: (T, width), the state of the token that precedes each of these tokens.
+            states: (T, width), for each token, the state of the token before it.
             inputs: Positions and cache slots of the tokens.
-            cache: The KV cache of the head's layer.
-            plan: What `ops.plan_attention` returned for the step.
+            cache: The KV cache of the head.
+            plan: The result of `ops.plan_attention` for the step.
         """
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Apply the head's final norm to states, (n, width).
+        """Return states after the head's final norm, (n, width).
 
         Args:
-            hidden: (n, width), results of `forward`.
+            hidden: (n, width), states from `forward`.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits of the next token, (n, vocab) float32. Tokens that the head never proposes have -inf.
+        """Return the logits of the next token, (n, vocab) float32. Tokens that the head never proposes have -inf.
 
         Args:
-            hidden: (n, width), results of `forward`.
+            hidden: (n, width), states from `forward`.
         """
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the most likely next token, (n,) int64; NO_TOKEN for rows that are not finite.
+        """Return the most likely next token, (n,) int64; NO_TOKEN if its logit is not finite.
 
         Args:
-            hidden: (n, width), results of `forward`.
+            hidden: (n, width), states from `forward`.
         """
 
 
@@ -71,9 +71,9 @@ class HeadWeights(Protocol):
     """The loaded weights of a draft head with a decoder layer (EAGLE or MTP)."""
 
     def of(self, model: Decoder, positions: int) -> LayerHead:
-        """Return a draft head that is ready to draft, from these weights and a target model.
+        """Return a draft head with these weights on top of a target model, ready to draft tokens.
 
         Args:
             model: The target model.
-            positions: The maximum length of a sequence, for the rotary table.
+            positions: The maximum number of tokens of a sequence.
         """

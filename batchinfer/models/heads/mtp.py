@@ -29,7 +29,8 @@ class MtpWeights:
         stored: Where the layer is in its checkpoint.
         ops: The operators.
         parts: The packed weights of the decoder layer.
-        norms: The norms of the token's embedding and of the previous token's state, and the final norm, by name.
+        norms: The weights of three norms by name: of the token's embedding, of the previous token's state, and of the
+            layer's output.
         fuse: Computes the layer's input from the normed embedding and the normed state.
     """
 
@@ -59,11 +60,11 @@ class MtpWeights:
         )
 
     def of(self, model: Decoder, positions: int) -> MtpHead:
-        """Return an MTP layer that is ready to draft, from these weights and its model.
+        """Return an MTP layer with these weights on top of its model, ready to draft tokens.
 
         Args:
             model: The target model, whose embedding and output layer are used.
-            positions: The maximum length of a sequence, for the rotary table.
+            positions: The maximum number of tokens of a sequence.
         """
         layer = self.stored.spec.layers[0]
         assert layer.rotation is not None, "a layer with attention rotates its heads"
@@ -75,8 +76,7 @@ class MtpWeights:
 class MtpHead:
     """An MTP layer (multi-token prediction) on top of its model, ready to draft tokens.
 
-    As in SGLang, the state of a token is the output of a final norm: the model's norm if the model computed the token,
-    or else the norm of this layer.
+    As in SGLang, states are normed. `input_states` uses the model's final norm, and `forward` uses this layer's norm.
 
     Args:
         weights: The weights of the layer.
@@ -89,7 +89,7 @@ class MtpHead:
     model: Decoder
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Return the layer's states of a step's T tokens, (T, hidden): the model's output after its final norm.
+        """Return the states of T tokens, (T, hidden), which are the model's hidden states after its final norm.
 
         Args:
             tapped: Not used.
@@ -105,14 +105,14 @@ class MtpHead:
         cache: LayerCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Compute the layer's states of T tokens, (T, hidden), and write the tokens' K and V to the cache.
+        """Return the layer's states of T tokens, (T, hidden), and write the tokens' K and V to its KV cache.
 
         Args:
             token_ids: (T,) int64, the tokens.
-            states: (T, hidden), the state of the token that precedes each of these tokens.
+            states: (T, hidden), for each token, the state of the token before it.
             inputs: Positions and cache slots of the tokens.
-            cache: The KV cache of the layer.
-            plan: What `ops.plan_attention` returned for the step.
+            cache: The KV cache of the MTP layer.
+            plan: The result of `ops.plan_attention` for the step.
         """
         embedded = self.weights.ops.embedding(token_ids, self.model.embedding)
         both = self._apply_norm(EMBEDDING_NORM, embedded), self._apply_norm(STATE_NORM, states)
@@ -120,22 +120,22 @@ class MtpHead:
         return self._apply_norm(NORM, x, residual)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return `hidden` unchanged, as the final norm is already applied to results of `forward`."""
+        """Return `hidden` unchanged, because `forward` has applied the final norm."""
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits of the next token, (n, vocab), from the model's output layer.
+        """Return the logits of the next token, (n, vocab), from the model's output layer.
 
         Args:
-            hidden: (n, hidden), results of `forward`.
+            hidden: (n, hidden), states from `forward`.
         """
         return self.model.head(hidden)
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the most likely next token, (n,); NO_TOKEN for rows that are not finite.
+        """Return the most likely next token, (n,); NO_TOKEN if its logit is not finite.
 
         Args:
-            hidden: (n, hidden), results of `forward`.
+            hidden: (n, hidden), states from `forward`.
         """
         return self.model.head.argmax(hidden)
 

@@ -42,16 +42,15 @@ class StoredEagle(StoredLayer):
 
     Args:
         weights: The files of the head's weights.
-        layer: The head as the spec of a model with one layer, whose vocabulary consists of the tokens that the head can
-            propose.
-        states: The layers of the target model whose inputs the head reads.
+        layer: The head as the spec of a model with one layer. Its vocabulary has the tokens that the head can propose.
+        states: The numbers of the target model's layers whose inputs the head reads, ascending.
         model_hidden: The hidden size of the target model.
         model_vocab: The vocabulary size of the target model.
         start: Prefix of the names of the layer's tensors.
         offsets: If True, the tensor d2t maps the tokens of the head to tokens of the target model.
         embedding: If True, the head has its own embedding, otherwise it uses the target model's.
         head: If True, the head has its own output layer, otherwise it uses the target model's.
-        norms_residual: If True, the residual of the layer is the normed input state instead of the input state.
+        norms_residual: If True, the layer's residual connection adds the normed state, otherwise the state itself.
     """
 
     weights: tuple[Path, ...]
@@ -95,10 +94,12 @@ class StoredEagle(StoredLayer):
         return itemsize * sum(map(math.prod, self.shapes().values()))
 
     def cost(self, itemsize: int) -> ModelCost:
-        """Return the FLOPs and memory traffic of a step of the head, with `itemsize` bytes per value.
+        """Return the FLOPs and memory traffic of the draft head's operators, per step, token and sampled row.
 
-        The inputs of q, k and v are twice as wide as in other layers, as they include an embedding.
+        Args:
+            itemsize: Bytes of a value.
         """
+        # The inputs of q, k and v are twice as wide as in other layers, as they include an embedding
         found, hidden = model_cost(self.layer, itemsize), self.layer.hidden
         outputs = self.attention.q_width + 2 * self.attention.kv_width
         read = linear_cost(0, hidden, outputs, itemsize, itemsize)

@@ -34,7 +34,7 @@ class StoredHeads(ABC):
         """
 
     def token_bytes(self, itemsize: int) -> int:
-        """Return the bytes that the heads add to the KV cache per token. Most heads add none, so the default is 0.
+        """Return the bytes that the heads add to the KV cache per token. The default is 0: they have no KV cache.
 
         Args:
             itemsize: Bytes of a value.
@@ -42,19 +42,19 @@ class StoredHeads(ABC):
         return 0
 
     def state_bytes(self, rows: int, itemsize: int) -> int:
-        """Return the bytes of the hidden states that the heads read of the target model. The default is 0.
+        """Return the bytes of the target model's hidden states that are kept for the heads. The default is 0: none.
 
         Args:
-            rows: The number of sampled rows, which have a hidden state each.
+            rows: The number of kept hidden states, one per sampled row.
             itemsize: Bytes of a value.
         """
         return 0
 
 
 class StoredLayer(StoredHeads):
-    """A folder of a draft head with a decoder layer (EAGLE or MTP) and its own KV cache, checked but not loaded.
+    """The folder of a draft head with a decoder layer (EAGLE or MTP) and its own KV cache, checked but not loaded.
 
-    Per token, the KV cache also stores a state, which the head computes from hidden states of the target model.
+    In addition to K and V, the cache stores the head's state of each token (see `LayerHead`).
     """
 
     @property
@@ -70,12 +70,16 @@ class StoredLayer(StoredHeads):
     def tapped(self) -> tuple[int, ...]:
         """Return the numbers of the target model's layers whose inputs the head reads, ascending.
 
-        A number that equals the number of layers means the output of the last layer.
+        The number of layers itself means the output of the last layer.
         """
 
     @abstractmethod
     def cost(self, itemsize: int) -> ModelCost:
-        """Return the FLOPs and memory traffic of a step of the head, with `itemsize` bytes per value."""
+        """Return the FLOPs and memory traffic of the draft head's operators, per step, token and sampled row.
+
+        Args:
+            itemsize: Bytes of a value.
+        """
 
     def token_bytes(self, itemsize: int) -> int:
         """Return the bytes that the head adds to the KV cache per token: K, V and the head's state of the token."""

@@ -55,16 +55,16 @@ class StoredMedusa(StoredHeads):
         return self.count * self.head_values * itemsize
 
     def state_bytes(self, rows: int, itemsize: int) -> int:
-        """Return the bytes of the hidden states of the target model that the heads read.
+        """Return the bytes of the target model's hidden states that are kept for the heads.
 
         Args:
-            rows: The number of sampled rows, which have a hidden state each.
+            rows: The number of kept hidden states, one per sampled row.
             itemsize: Bytes of a value.
         """
         return rows * self.hidden * itemsize
 
     def names(self, head: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield name and shape of each tensor of one head, as Medusa's published files name them.
+        """Yield (name, shape) of each tensor of one head.
 
         Args:
             head: The number of the head, from 0.
@@ -78,8 +78,6 @@ class StoredMedusa(StoredHeads):
 
 def inspect_medusa(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredMedusa:
     """Check that a folder of Medusa heads is complete and fits a target model, without loading the weights.
-
-    The number of heads is read from the weights, as published configurations of five heads state two.
 
     Args:
         folder: The folder.
@@ -102,6 +100,7 @@ def inspect_medusa(folder: CheckpointFolder, checkpoint: Checkpoint) -> StoredMe
     if mistakes:
         raise heads_error(path, *mistakes)
     tensors, spec = read_header(weights), checkpoint.spec
+    # Published configurations of five heads state two
     count = max((int(found[1]) + 1 for name in tensors if (found := _HEAD.match(name))), default=0)
     heads = StoredMedusa(weights, min(count, MAX_HEADS), layers, spec.hidden, spec.vocab)
     expected = dict(pair for head in range(max(1, heads.count)) for pair in heads.names(head))

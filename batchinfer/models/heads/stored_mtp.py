@@ -38,8 +38,8 @@ class StoredMtp(StoredLayer):
     It uses the embedding and output layer of the model.
 
     Args:
-        checkpoint: The checkpoint. The MTP layer is the last layer of its spec, and its tensors are only the tensors of
-            this layer.
+        checkpoint: The checkpoint, with the MTP layer as the last layer of its spec, and without the tensors of other
+            layers.
         start: Prefix of the names of the layer's tensors.
         tapped: Always (): the layer reads the output of the model's final norm, not the inputs of layers.
     """
@@ -56,7 +56,7 @@ class StoredMtp(StoredLayer):
 
     @property
     def index(self) -> int:
-        """Return the number of the MTP layer, which is the number of layers of the model."""
+        """Return the number of the MTP layer, from 0. It follows the last layer of the model."""
         return len(self.checkpoint.spec.layers) - 1
 
     @property
@@ -72,7 +72,11 @@ class StoredMtp(StoredLayer):
         return itemsize * (own + sum(map(math.prod, _around(hidden).values())))
 
     def cost(self, itemsize: int) -> ModelCost:
-        """Return the FLOPs and memory traffic of a step of the MTP layer, with `itemsize` bytes per value."""
+        """Return the FLOPs and memory traffic of the MTP layer's operators, per step, token and sampled row.
+
+        Args:
+            itemsize: Bytes of a value.
+        """
         found, hidden = model_cost(self.spec, itemsize), self.spec.hidden
         read = linear_cost(0, 2 * hidden, hidden, itemsize, itemsize)
         each = linear_cost(1, 2 * hidden, hidden, itemsize, itemsize) - read
@@ -80,11 +84,7 @@ class StoredMtp(StoredLayer):
 
 
 def _around(hidden: int) -> dict[str, Shape]:
-    """Return name (without prefix) and shape of the MTP layer's tensors that other layers do not have.
-
-    Args:
-        hidden: The hidden size of the model.
-    """
+    # The tensors that other layers do not have
     norms = {f"{name}.weight": (hidden,) for name in (EMBEDDING_NORM, STATE_NORM, NORM)}
     return {f"{FUSE}.weight": (hidden, 2 * hidden), **norms}
 

@@ -28,15 +28,14 @@ class ExpertPlacement:
     """A distribution of the experts of each layer over ranks. An expert may be on several ranks.
 
     Args:
-        layers: For each layer and rank, the numbers of the experts that the rank holds; () for a layer without experts.
+        layers: layers[layer][rank] are the numbers of the experts that the rank holds; layers[layer] is () for a layer
+            without experts.
     """
 
     layers: tuple[Shares, ...]
 
     def held(self, layer: int, rank: int) -> tuple[HeldExpert, ...]:
         """Return the experts of a layer that a rank holds, in ascending order.
-
-        The ranks that hold a copy of an expert compute its tokens in turn, in the order of the ranks.
 
         Args:
             layer: The number of the layer.
@@ -70,14 +69,14 @@ def rank_loads(shares: Shares, loads: Sequence[float]) -> list[float]:
 
 
 def imbalance(layers: Sequence[tuple[Shares, Sequence[float]]]) -> float:
-    """Return the factor by which a perfectly even distribution of experts would be faster; 1 if there is no load.
+    """Return the greatest load of a rank divided by the mean load of the ranks; 1 if there is no load.
 
-    It is the greatest load of a rank divided by the mean load. Ranks wait for each other after each layer, so both are
-    computed per layer and summed over the layers.
+    The greatest and the mean load are computed per layer, and summed over the layers before the division.
 
     Args:
         layers: For each layer, the experts of each rank, and the load of each expert.
     """
+    # Ranks wait for each other after each layer
     each = [rank_loads(*layer) for layer in layers]
     mean = sum(sum(ranks) / len(ranks) for ranks in each)
     return sum(map(max, each)) / mean if mean else 1.0
@@ -89,13 +88,12 @@ def _held_expert(shares: Shares, rank: int, number: int) -> HeldExpert:
 
 
 def balance_experts(costs: Costs, ranks: int, extra: int) -> Shares:
-    """Distribute the experts of a layer over ranks such that the most loaded rank has little load.
+    """Distribute the experts of a layer over ranks, such that the greatest load of a rank is small.
 
-    Of the distributions whose greatest load is within LOAD_TOLERANCE of the best one, the result has the fewest experts
-    per rank and copies. Each rank holds at least one expert, and each expert is on at least one rank.
+    An expert with a great load may have copies on several ranks. Each rank holds at least one expert.
 
     Args:
-        costs: costs[expert][copies - 1] is the load of each rank that holds one of `copies` copies of the expert.
+        costs: costs[expert][copies - 1] is the load that an expert with `copies` copies adds to each of its ranks.
         ranks: The number of ranks.
         extra: How many experts a rank may hold in addition to its even share.
 
@@ -116,6 +114,7 @@ def balance_experts(costs: Costs, ranks: int, extra: int) -> Shares:
             found.append(_pack_copies(costs, ranks, share + more, copies))
             if found[-1][0] <= mean * (1 + LOAD_TOLERANCE):
                 return found[-1][1]
+    # Later candidates have more copies, which take memory
     least = min(load for load, _ in found)
     return next(shares for load, shares in found if load <= least * (1 + LOAD_TOLERANCE))
 
@@ -125,16 +124,9 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _copy_counts(costs: Costs, ranks: int, most: int) -> list[list[int]]:
-    """Return candidates for the number of copies of each expert, with more and more copies in all.
-
-    The first candidate has one copy of each expert. The others have 1, 2, 4 … further copies in all. A further copy
-    goes to the expert that puts the greatest load on a rank, if a copy reduces this load.
-
-    Args:
-        costs: costs[expert][copies - 1] is the load of each rank that holds one of `copies` copies of the expert.
-        ranks: The number of ranks, which limits the copies of an expert.
-        most: The maximum number of further copies.
-    """
+    # Candidates for the number of copies of each expert. The first one has one copy of each expert, the others have
+    # 1, 2, 4 … further copies in all. A further copy goes to the expert that puts the greatest load on a rank, if a
+    # copy reduces this load
     copies, found = [1] * len(costs), [[1] * len(costs)]
     for more in range(1, most + 1):
         helped = [
@@ -151,14 +143,7 @@ def _copy_counts(costs: Costs, ranks: int, most: int) -> list[list[int]]:
 
 
 def _pack_copies(costs: Costs, ranks: int, room: int, copies: Sequence[int]) -> tuple[float, Shares]:
-    """Distribute copies of experts over ranks, and return the greatest load of a rank and the experts of each rank.
-
-    Args:
-        costs: costs[expert][copies - 1] is the load of each rank that holds one of `copies` copies of the expert.
-        ranks: The number of ranks.
-        room: The maximum number of experts per rank.
-        copies: The number of copies of each expert. An expert gets fewer if all ranks are full.
-    """
+    # Returns the greatest load of a rank, and the experts of each rank
     each = [of[held - 1] for of, held in zip(costs, copies, strict=True)]
     shares: list[set[int]] = [set() for _ in range(ranks)]
     loads, left = [0.0] * ranks, sum(copies)
@@ -187,13 +172,8 @@ def _loads(costs: Costs, shares: Sequence[set[int]]) -> list[float]:
 
 
 def _exchange(each: Sequence[float], shares: list[set[int]], loads: list[float]) -> None:
-    """Let the most loaded rank exchange experts with others, while this reduces the greater load of the two ranks.
-
-    Args:
-        each: The load of each copy of an expert.
-        shares: The experts of each rank, changed in place.
-        loads: The load of each rank, changed in place.
-    """
+    # The most loaded rank exchanges experts with others, while this reduces the greater load of the two ranks. Changes
+    # shares and loads in place
     for _ in range(MAX_EXCHANGES):
         *others, most = sorted(range(len(loads)), key=loads.__getitem__)
         found = [_best_exchange(each, shares, loads, most, other) for other in others[:EXCHANGE_PARTNERS]]
@@ -209,19 +189,7 @@ def _exchange(each: Sequence[float], shares: list[set[int]], loads: list[float])
 def _best_exchange(
     each: Sequence[float], shares: Sequence[set[int]], loads: Sequence[float], most: int, other: int
 ) -> tuple[float, int, int, int] | None:
-    """Return the exchange of one expert each between two ranks that reduces the greater of their loads most.
-
-    Args:
-        each: The load of each copy of an expert.
-        shares: The experts of each rank.
-        loads: The load of each rank.
-        most: The most loaded rank.
-        other: The rank to exchange with.
-
-    Returns:
-        The greater load after the exchange, the expert that `most` gives away, the expert that `other` gives away, and
-        `other`. None if one of the ranks has no expert that the other rank lacks.
-    """
+    # Returns the greater load after the exchange, the expert of `most`, the expert of `other`, and `other`
     owns, theirs = sorted(shares[most] - shares[other]), sorted(shares[other] - shares[most])
     if not owns or not theirs:
         return None

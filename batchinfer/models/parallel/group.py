@@ -120,7 +120,7 @@ class TimedGroup:
 
     Args:
         inner: The group that communicates. Its calls must block until they are done.
-        spent: The measured times are added to it.
+        spent: Receives the measured times.
     """
 
     inner: Group
@@ -179,14 +179,13 @@ class SpentTime:
 
 
 def merge_disjoint(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of the tensors of all ranks, bit by bit exact, if each value is nonzero on at most one rank.
-
-    Bytes are added instead of floats, which rounds nothing and keeps -0.
+    """Return the exact sum of the tensors of all ranks. Each value may be nonzero on only one rank.
 
     Args:
         x: The tensor of this rank. Its shape is equal on all ranks.
         group: The ranks.
     """
+    # A sum of bytes rounds nothing and keeps -0
     return group.all_reduce(x.contiguous().view(torch.uint8)).view(x.dtype)
 
 
@@ -197,8 +196,7 @@ class Ranks:
     Args:
         tensor: The ranks among which heads and columns are divided.
         experts: The ranks among which experts are divided.
-        exact: If True, the sums of experts' outputs have the same bits as in a single process. Ranks exchange the
-            output of each expert for this.
+        exact: If True, the sums of experts' outputs have the same bits as in a single process.
         shard: The part of the model that this rank holds.
     """
 

@@ -48,14 +48,12 @@ ALL = Portion()
 class ModelShard:
     """The part of a model that a rank holds.
 
-    Ranks with the same `layers` form a group. Its members differ in `tensor` or `experts`.
-
     Args:
         tensor: The rank's portion of the heads, the intermediate columns and the vocabulary.
-        experts: The rank's portion of the experts, each of them whole. None: each expert is split by columns like dense
-            feed-forward networks.
+        experts: The rank's portion of the experts, which are not split. None: the rank has a part of the columns of
+            every expert, as of dense feed-forward halves.
         layers: The layers that the rank computes, (first, end). None: all.
-        placement: The experts that each rank holds. None: contiguous ranges.
+        placement: The experts that each rank holds. None: each rank holds a contiguous range of experts.
     """
 
     tensor: Portion = ALL
@@ -123,7 +121,9 @@ def layer_cuts(whole: LayerSpec, own: LayerSpec, shard: ModelShard) -> dict[str,
 
 
 def table_cut(own: ModelSpec, name: str) -> ParameterCut:
-    """Return the part of a parameter outside of layers that a rank reads: its rows of embedding and head, or all.
+    """Return the part that a rank reads of a parameter outside of layers.
+
+    It is a range of rows of the embedding or the output layer, and all of other parameters.
 
     Args:
         own: The spec of the rank's shard.
@@ -138,15 +138,7 @@ def _cut(whole: Shape, own: Shape, share: Portion) -> ParameterCut:
 
 
 def _span(count: int, held: int, share: Portion) -> Span | None:
-    """Return the range (first, end) of items that a rank holds; None if it holds all.
-
-    If there are fewer parts than ranks, neighbouring ranks hold the same part, such as a KV head.
-
-    Args:
-        count: The number of all items.
-        held: The number of items that the rank holds.
-        share: The rank's portion.
-    """
+    # If there are fewer parts than ranks, neighbouring ranks hold the same part, such as a KV head
     if count == held:
         return None
     first = count // held * share.rank // share.size * held

@@ -51,14 +51,13 @@ def shard_spec(spec: ModelSpec, shard: ModelShard) -> ModelSpec:
 
 
 def tensor_sizes(spec: ModelSpec, shard: ModelShard = WHOLE_MODEL) -> list[int]:
-    """Return the numbers of ranks, up to MAX_RANKS, among which every layer can be sharded by tensor parallelism.
-
-    For numbers that divide the experts evenly, ranks hold whole experts.
+    """Return the numbers of ranks, up to MAX_RANKS, that can compute each layer together with tensor parallelism.
 
     Args:
         spec: The model.
-        shard: A shard whose other parallelism is kept, such as its layers.
+        shard: How the model is divided in other ways, such as into stages.
     """
+    # If a number divides the experts evenly, ranks hold whole experts
     evenly = expert_sizes(spec)
     every = (Portion(0, size) for size in range(1, MAX_RANKS + 1))
     ranges = replace(shard, placement=None)
@@ -195,14 +194,7 @@ def _part(count: int, share: Portion, what: str) -> int:
 
 
 def _own_form(whole: LinearSpec, own: LinearSpec) -> WeightForm | None:
-    """Return the form of a rank's part of a weight; None if the weight is neither quantised nor sparse.
-
-    If all inputs of the whole weight share a scale, the inputs of the part form one group.
-
-    Args:
-        whole: The product, as in the whole model.
-        own: The rank's part of the product.
-    """
+    # If all inputs of the whole weight share a scale, the inputs of the rank's part form one group
     form = whole.form
     one = form is not None and form.group == whole.inputs
     return replace(form, group=own.inputs) if form is not None and one else form
@@ -230,12 +222,11 @@ def _check_form(whole: LinearSpec, own: LinearSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """The data that a rank exchanges in a step with the other ranks of the same layers, to predict its time.
+    """The amount of data that a rank exchanges in a step with the other ranks of the same layers.
 
     Args:
         sums: How often a step sums the hidden states of all its tokens over the ranks (all-reduce).
-        token_bytes: Bytes of a token's hidden state. With pipeline parallelism, a stage also sends them to the next
-            stage.
+        token_bytes: Bytes of a token's hidden state.
         embedding: If True, the step also sums the embeddings of its tokens over the ranks.
         logits: Bytes that each rank sends per sampled row if all logits are needed.
         best: Bytes that each rank sends per sampled row if only the token with the greatest logit is needed.
@@ -249,7 +240,7 @@ class RankTraffic:
 
 
 def rank_traffic(own: ModelSpec, itemsize: int, only_experts: bool = False) -> RankTraffic:
-    """Return the data that a rank exchanges in a step with the other ranks of its layers.
+    """Return the amount of data that a rank exchanges in a step with the other ranks of its layers.
 
     Args:
         own: The spec of the rank's shard.

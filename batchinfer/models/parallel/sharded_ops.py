@@ -54,14 +54,9 @@ class SummedExperts(Experts):
 
 
 class HeldExperts(Experts):
-    """The experts of a layer, distributed over ranks as whole experts. An expert may be on several ranks.
+    """The experts of a layer, distributed over ranks as whole experts.
 
-    The router is on every rank, so all ranks choose the same experts. If several ranks hold an expert, they take its
-    tokens in turn, by the tokens' positions in the step.
-
-    If `exact`, the ranks exchange the output of each expert, and add outputs up in the order that a single process
-    uses, so the results have the same bits. Otherwise, each rank adds up the outputs of its own experts, and these sums
-    are added over the ranks.
+    If several ranks hold an expert, they compute its tokens in turn.
     """
 
     def __init__(self, inner: Experts, ops: Ops, spec: ExpertsSpec, group: Group, exact: bool) -> None:
@@ -91,6 +86,7 @@ class HeldExperts(Experts):
         """
         add_loads(self.loads, choice.experts, counted)
         numbers = self._own_numbers(choice.experts)
+        # Ranks exchange the output of each expert, and add outputs in the order of a single process
         if self._exact:
             return self._ops.combine(
                 merge_disjoint(self._compute_own(x, numbers), self._group), choice.weights
@@ -125,18 +121,8 @@ class HeldExperts(Experts):
 
 
 def _turns(held: Sequence[HeldExpert], experts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which tokens of each expert a rank computes.
-
-    Args:
-        held: The experts of the rank.
-        experts: The number of experts in the whole model.
-        device: The device of the result.
-
-    Returns:
-        First, the number of copies of each expert, (experts,); 1 for experts that this rank does not hold. Second, for
-        each expert and turn, (experts, max copies), the expert's index in `held`, or `len(held)` if another rank has
-        the turn.
-    """
+    # First, the number of copies of each expert, (experts,); 1 for experts that this rank does not hold. Second, for
+    # each expert and turn, (experts, max copies), the expert's index in `held`; `len(held)` on another rank's turn
     copies = torch.ones(experts, dtype=torch.int64)
     numbers = torch.full((experts, max(one.copies for one in held)), len(held), dtype=torch.int64)
     for inner, one in enumerate(held):

@@ -51,9 +51,9 @@ def _first_of(fed: FeedForwardSpec | ExpertsSpec) -> Iterator[str]:
 
 
 def gated_halves(layer: LayerSpec) -> Iterator[tuple[str, str]]:
-    """Yield the names of the matrix products (gate_up, down) of each feed-forward half that multiplies gate and up.
+    """Yield the names (gate_up, down) of the two matrix products of each gated feed-forward half of a layer.
 
-    The up projection has no activation, so factors can be moved between its outputs and the inputs of `down`.
+    Factors can be moved from the inputs of `down` to the outputs of the up projection, which has no activation.
     """
     fed = layer.feed_forward
     dense = [("", fed)] if isinstance(fed, FeedForwardSpec) else []

@@ -27,10 +27,11 @@ class RopeConfig:
         low_freq_factor: For llama3: angles with a wavelength above original length / low_freq_factor are divided by
             `factor`.
         high_freq_factor: For llama3: angles with a wavelength below original length / high_freq_factor are kept.
-        beta_fast: For yarn: the angles of pairs that rotate more often over the original length are kept.
-        beta_slow: For yarn: the angles of pairs that rotate less often over the original length are divided by
-            `factor`.
-        truncate: For yarn: if True, the range of pairs between the two is rounded to whole numbers of pairs.
+        beta_fast: For yarn: the angles of pairs that rotate more than this number of times over the original length are
+            kept.
+        beta_slow: For yarn: the angles of pairs that rotate less than this number of times over the original length are
+            divided by `factor`.
+        truncate: For yarn: if True, the range of pairs between beta_fast and beta_slow is rounded to whole pairs.
         attention_factor: For yarn and longrope: the factor of cosines and sines.
         short: For longrope: the factor of each pair's period, for sequences within the original length.
         long: For longrope: the factor of each pair's period, for longer sequences.
@@ -186,7 +187,7 @@ def _yarn_attention_factor(fields: Fields, factor: float) -> float:
 
 
 def yarn_scale(raw: Mapping[str, Any], rope: RopeConfig) -> float:
-    """Return DeepSeek's factor of queries and keys, in addition to YaRN's own; 1 without `mscale_all_dim`.
+    """Return the factor by which DeepSeek multiplies queries and keys; 1 if config.json has no `mscale_all_dim`.
 
     Args:
         raw: The content of config.json.

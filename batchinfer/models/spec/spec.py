@@ -73,7 +73,7 @@ class LinearSpec:
         exact: If True, the weight is never quantised, and the results are float32, as for a router.
         experts: The number of experts whose weights are concatenated; 0 if the product does not belong to experts.
         chosen: The number of experts that compute a token.
-        heads: If not 0, the weight computes K and V from latents, and has a part for each of this number of heads.
+        heads: The number of heads, if the weight computes K and V from latents, head by head. 0: it does not.
         form: How the weight is quantised or sparse in memory. None: it is in the dtype of the run.
     """
 
@@ -99,12 +99,12 @@ class LinearSpec:
 
     @property
     def stored(self) -> bool:
-        """Return True if the weight is in memory as in the checkpoint: quantised, or 2:4 sparse without its zeros."""
+        """Return True if memory holds the weight in the quantised or 2:4 sparse form of the checkpoint."""
         return self.form is not None and self.form.stored
 
     @property
     def stored_codes(self) -> bool:
-        """Return True if the weight is in memory with the quantised values of the checkpoint."""
+        """Return True if memory holds the quantised values of the checkpoint."""
         return self.form is not None and self.form.stored and self.form.coded
 
     @property
@@ -128,7 +128,7 @@ def form_of(linear: LinearSpec, codes: WeightCodes) -> WeightForm:
     """Return the form of a weight that is quantised on loading.
 
     Args:
-        linear: The matrix product. If its weight computes K and V from latents, int8 is used instead of int4.
+        linear: The matrix product of the weight.
         codes: The type of the quantised values.
     """
     if codes != "int4":
@@ -157,10 +157,10 @@ class CacheSpec:
     dtype: CacheDtype | None = None
 
     def head_bytes(self, dim: int, itemsize: int) -> int:
-        """Return the bytes that a number of values of one head of one token take in the cache, scale included.
+        """Return the bytes of one head of one token in the cache, its scale included.
 
         Args:
-            dim: The number of values.
+            dim: The number of values of the head.
             itemsize: Bytes of a value that is not quantised.
         """
         return dim * itemsize if self.dtype is None else dim + SCALE_BYTES
@@ -171,7 +171,7 @@ class CacheSpec:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Return a value that is equal for layers that can share blocks, as they store tokens in the same layout."""
+        """Return the layout of a token in the cache. Layers with equal layouts can share blocks."""
         return self.heads, self.dim, self.latent, self.dtype
 
     @property
@@ -515,7 +515,7 @@ class ExpertsSpec:
 
     @property
     def chosen(self) -> int:
-        """Return how many of this rank's experts compute a token on average, rounded down, and at least 1."""
+        """Return the mean number of this rank's experts that compute a token, rounded down, but at least 1."""
         each = len(self.numbers) if self.held is None else sum(1 / one.copies for one in self.held)
         return max(1, int(self.routing.chosen * each / self.routing.experts + 1e-9))
 
@@ -779,9 +779,9 @@ class ModelSpec:
         return replace(self, layers=tuple(layers))
 
     def quantized(self, quantization: Quantization) -> ModelSpec:
-        """Return a copy of the model whose weights, head included, are quantised on loading.
+        """Return a copy of the model whose weights, the output layer included, are quantised on loading.
 
-        Weights that already have a quantised or sparse form are unchanged. For int4, the head is quantised to int8.
+        Weights that already have a quantised or sparse form are unchanged. For int4, the output layer gets int8.
 
         Args:
             quantization: "int4", "int8" or "fp8". Other values change nothing.
@@ -794,7 +794,7 @@ class ModelSpec:
 
     @property
     def forms(self) -> frozenset[WeightForm]:
-        """Return the set of forms that quantised or sparse weights have, head included."""
+        """Return the distinct forms of the model's quantised or sparse weights, the output layer included."""
         linears = (*self.linears(), *([self.head] if self.has_head else []))
         return frozenset(linear.form for linear in linears if linear.form is not None)
 
