@@ -39,7 +39,7 @@ class NodeAcceptance:
 
         Args:
             kind: The kind that the draft source assigned to the node.
-            believed: The prior probability, with the weight of 4 verified nodes.
+            believed: The prior probability. It has the weight of 4 verified nodes.
         """
         count = self._counts.get(kind) or _Count()
         rate = (count.accepted + _PRIOR_TOKENS * believed) / (count.verified + _PRIOR_TOKENS)
@@ -102,7 +102,7 @@ class Acceptance:
 
         Args:
             source: The name of the draft source.
-            proposal: The proposal. The more of its tokens matched a known text, the higher is the prior probability.
+            proposal: The proposal. Results of earlier proposals with a similar match length are used.
         """
         key = (source, proposal.matched, proposal.agreed)
         found = self._rates.get(key)

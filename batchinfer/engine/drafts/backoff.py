@@ -70,11 +70,10 @@ class SearchBudget:
         return bool(self._row_s) and self._allowed_s < self._row_s
 
     def rows(self, ready: int) -> int:
-        """Return the maximum number of rows for which the budget allows a search for drafts.
+        """Return the maximum number of rows for which the time budget allows a search for drafts.
 
         Args:
-            ready: The number of rows for which drafts could be searched. It is the result until the first search has
-                been timed. Afterwards the result does not depend on it and may exceed it.
+            ready: The number of rows that could be searched. It is returned until the first search has been timed.
         """
         if self._row_s <= 0:
             return ready

@@ -50,9 +50,8 @@ class DraftModelRunner:
     """A loaded draft model, with the settings of the engine and the target model that it depends on.
 
     Attributes:
-        runner: Runs the draft model. Its KV cache has the target model's number of blocks (`blocks`), followed by the
-            draft model's spare blocks.
-        roots: The draft model's maximum length of a sequence, and the start values of its content hashes.
+        runner: Runs the draft model. Its KV cache has `blocks` blocks, followed by the draft model's spare blocks.
+        roots: The maximum length of a sequence of the draft model, and the start values of content hashes of blocks.
         vocab: The vocabulary size of the draft model.
         blocks: The number of KV cache blocks of the target model.
         max_num_seqs: Maximum number of running sequences of the engine.
@@ -60,11 +59,8 @@ class DraftModelRunner:
         table: The index of the target model's cache group whose block tables the draft model uses.
         target_vocab: The vocabulary size of the target model.
         eos_token_ids: The end-of-sequence tokens of the target model.
-        masks: The token masks of constraints. None if no row has a constraint, or if the masks are for another
-            vocabulary.
-        head: True for draft heads. At each position, draft heads read the next token and the hidden state of the
-            target model. For their own proposals they use their own hidden states instead, so they recompute accepted
-            positions.
+        masks: The token masks of constraints. None: proposals ignore constraints.
+        head: True for draft heads, which read hidden states in addition to tokens. False for a draft model.
         branches: True if proposals may be trees.
     """
 
@@ -102,12 +98,12 @@ class _RowState:
 
     Attributes:
         row: The sequence of the target model.
-        own: A copy of `row` that the draft model runs, followed by proposed tokens. For draft heads, it lacks the
-            first token of `row`.
+        own: The sequence that the draft model runs: a copy of `row`, followed by proposed tokens. For draft heads, the
+            first token of `row` is left out.
         preemptions: The number of preemptions of `row` when this state was created.
         confirmed: The number of leading tokens of `own` that are tokens of `row`, not proposals.
-        kept_positions: The number of leading positions in blocks that the target model will not free before the next
-            query, except by preemption.
+        kept_positions: The number of leading positions whose blocks the target model keeps until the next query,
+            unless it preempts `row`.
         mask: The number of the token mask of the row's constraint while the draft model proposes, or None.
     """
 
@@ -122,14 +118,12 @@ class _RowState:
 class DraftModelSource:
     """A draft source that runs a small draft model, or draft heads with their own KV cache, such as EAGLE.
 
-    The draft model prefills a row (a running sequence) only when a proposal for the row is requested. Draft model and
-    target model store a row in KV cache blocks with the same numbers, so prefix sharing and preemption apply to both
-    caches. Tokens beyond the row's blocks use spare blocks and are recomputed if they are accepted. The row's sampling
-    parameters, random draws and constraint also apply to proposals.
+    A row (a running sequence) is prefilled by the draft model when its first proposal is requested. The draft model
+    has a KV cache of its own, but uses the target model's block tables, so both models share prefixes and preempt in
+    the same way. Proposals follow the row's sampling parameters and constraint.
 
-    If the configuration allows branches, the source proposes trees. A tree is the chain of the tokens that the draft
-    model sampled; the next likely tokens at each position are leaves. With draft heads, the last position of a shared
-    block may have been computed with the next token of another row, which makes proposals slightly worse.
+    If the configuration allows branches, a proposal is a tree: the chain of the tokens that the draft model chose, and
+    as leaves the next most likely tokens at each position.
     """
 
     most_proposed = MOST_PROPOSED  # maximum number of proposed tokens per row
@@ -173,8 +167,8 @@ class DraftModelSource:
     def seconds(self, rows: Seq[Sequence], count: int) -> float:
         """Return the estimated time in seconds to propose `count` tokens for each row.
 
-        The time to prefill a row's unread tokens is spread over all tokens that the row may still generate. Only the
-        share of `count` + 1 tokens is included.
+        If the draft model must prefill a row first, a part of that time is included: the prefill serves all tokens
+        that the row may still generate.
         """
         more = sum(self._unread(row) * min(1.0, (count + 1) / (row.max_length - len(row))) for row in rows)
         each, context = len(rows), sum(map(len, rows)) / len(rows)
@@ -185,8 +179,8 @@ class DraftModelSource:
         """Return the expected number of accepted tokens of a chain of `count` tokens.
 
         Args:
-            rate: The measured acceptance rate of this source's tokens. If proposals may be trees, `rate` is ignored:
-                the rate of the chain's tokens, which is measured separately, is used.
+            rate: The measured acceptance rate of this source's tokens. It is ignored if proposals may be trees: this
+                source measures the rate of chains itself.
             count: The number of tokens of the chain. Leaves of a tree are not counted.
         """
         return expected_accepted(
@@ -196,14 +190,12 @@ class DraftModelSource:
     def record_verified(self, tree: DraftTree, outcome: AcceptedTokens) -> None:
         """Learn from a verified tree how often nodes are accepted.
 
-        Each node is counted for its kind. It is also counted for the chain of the model's own tokens or for the
-        leaves, because `expected` needs the rate of the chain.
-
         Args:
             tree: The tree that this source proposed.
             outcome: The result of the step that verified the tree.
         """
         self._acceptance.record_verified(tree, outcome)
+        # Count each node also for the chain or for the leaves: `expected` needs the rate of the chain
         chain = ["other" if rank else "chain" for _, rank, _ in cast(Seq[_Kind], tree.kinds)]
         self._acceptance.record_verified(tree._replace(kinds=chain), outcome)
 
@@ -268,8 +260,6 @@ class DraftModelSource:
     def _update(self, row: Sequence, place: int) -> _RowState:
         """Return the state of a row, updated with the tokens that the row got since the last query.
 
-        The row's blocks are recorded as computed, because `_prefill` is called next and computes them.
-
         Args:
             row: The sequence of the target model.
             place: The index of the row in the query. It determines the spare blocks of the row.
@@ -288,6 +278,8 @@ class DraftModelSource:
         # Later blocks may be freed: the target model has not computed them yet
         one.confirmed, one.kept_positions = len(own), -(-(len(row) - 1) // self._size) * self._size
         self._take_mask(one, row)
+        # `_prefill`, which is called next, computes these blocks
+        # `_prefill`, which is called next, computes these blocks
         self._note(one, own.computed, one.confirmed)
         return one
 
@@ -319,11 +311,7 @@ class DraftModelSource:
             own.mask = one.mask = masks.put(own.constraint)
 
     def _candidates(self, step: _Prediction, drawn: bool) -> list[tuple[int, float, _Kind]]:
-        """Return the candidate tokens of a position, each with its acceptance rate and its kind.
-
-        The model's own token comes first. A rate is the probability that the token is accepted if its ancestors are.
-        The prior rate of another token is the probability that the model's token is rejected, times this token's share
-        of the remaining probability.
+        """Return the candidate tokens of a position as (token id, acceptance rate, kind), the model's own token first.
 
         Args:
             step: The model's token and its alternatives.
@@ -418,8 +406,8 @@ class _Node(NamedTuple):
         chance: The probability that this node and all its ancestors are accepted.
         parent: The index of the parent in the chain, or -1 for the sequence's last token.
         token: The id of the token.
-        kind: The kind of node by which acceptance is counted: (True if the sequence is sampled, the rank of the token,
-            the level of its probability).
+        kind: The kind of node, per which acceptance is counted: (True if the sequence is sampled, the token's rank
+            among the most likely ones, its probability in coarse levels).
     """
 
     chance: float

@@ -19,7 +19,7 @@ LEAST_GAIN = 1.03  # minimum gain in tokens per second for which drafts are used
 
 
 class Decoding(NamedTuple):
-    """The decoding rows of a step and their tokens, by which steps are compared.
+    """The number of decoding rows of a step, and of the tokens that it generates for them.
 
     Attributes:
         rows: The number of decoding rows.
@@ -49,15 +49,16 @@ def host_seconds(rows: int, steps: float = 1.0) -> float:
 def is_waiting_faster(
     seconds: Callable[[int, int], float], waiting: Decoding, ready: Decoding, plain: int
 ) -> bool:
-    """Return True if it is faster to wait for rows in flight and run all rows in one step than to run two steps.
+    """Return True if one step of all rows yields more tokens per second than two separate steps.
 
-    The rate that is compared is generated tokens per second.
+    The one step must wait until the newest tokens of the rows in flight are known. Of the two steps, one runs the
+    `ready` rows and one the `waiting` rows.
 
     Args:
         seconds: Returns the device time of a step in seconds from its number of rows and its total number of drafts.
         waiting: The rows in flight: their newest tokens are not known yet.
         ready: The rows that can run now with drafts.
-        plain: The number of rows that run in every step and get one token per step each.
+        plain: The number of further rows, without drafts. They are part of each step and get one token per step.
     """
     return waiting_speedup(seconds, waiting, ready, plain) > 1
 
@@ -67,14 +68,14 @@ def waiting_speedup(
 ) -> float:
     """Return the tokens per second of one step of all rows, divided by the tokens per second of two separate steps.
 
-    The one step starts only when the tokens in flight are known, so the device is idle until then. Of the two separate
-    steps, the first runs the `ready` rows and the second the `waiting` rows. Above 1, waiting is faster.
+    The one step must wait until the newest tokens of the rows in flight are known. Of the two steps, one runs the
+    `ready` rows and one the `waiting` rows.
 
     Args:
         seconds: Returns the device time of a step in seconds from its number of rows and its total number of drafts.
         waiting: The rows in flight: their newest tokens are not known yet.
         ready: The rows that can run now with drafts.
-        plain: The number of rows that run in every step and get one token per step each.
+        plain: The number of further rows, without drafts. They are part of each step and get one token per step.
     """
     each = ((plain + part.rows, part.drafts) for part in (ready, waiting))
     separate_s = sum(max(seconds(n, drafts), host_seconds(n)) for n, drafts in each)
@@ -94,8 +95,7 @@ def choose_draft_counts(
     """Choose how many tokens of each proposal a step verifies, to maximise the step's tokens per second.
 
     The j-th token of a proposal, counted from 1, is accepted with probability rate^j. The tokens with the highest
-    probabilities are verified. To find their best total number, 1, 2, 3, 4, 6, 8, 12 and so on are tried, then a few
-    numbers around the best of these.
+    probabilities are verified.
 
     Args:
         rates: [n], the acceptance rate of the tokens of each of the n proposals.
@@ -107,8 +107,8 @@ def choose_draft_counts(
             are used instead of the proposal's rate.
 
     Returns:
-        [n], the number of leading tokens of each proposal to verify. All are 0 if drafts do not make the step at least
-        3 % more efficient.
+        [n], the number of leading tokens of each proposal to verify. All are 0 if drafts raise the tokens per second
+        by less than 3 %.
     """
     most = min(most, int(lengths.sum()))
     if most <= 0:

@@ -71,11 +71,11 @@ class CostedDrafter:
         sources: The sources that search texts, in the order in which they are queried.
         times: Estimates the duration of steps on the device.
         most_sampled: Maximum number of sampled positions per step, drafts included.
-        looks_ahead: True if the host prepares a step while the previous step runs. The next drafts of a row are then
-            known too late for the following step. The row misses that step, unless the step is delayed.
+        looks_ahead: True if the host prepares a step while the previous step runs. A row of the previous step then
+            gets no drafts for the next step, because its newest tokens are not known yet.
         clock: Returns the time in seconds.
-        model: The draft model, or None. It proposes tokens for rows without a good proposal from `sources`, if the
-            expected gain exceeds the time that it takes.
+        model: The draft model, or None. It is queried for rows without a good proposal from `sources`, if the expected
+            gain exceeds the time that it takes.
         most_drafts: Maximum number of drafts per row and step. None: 24.
     """
 

@@ -21,9 +21,8 @@ _COMPARED = 32  # tokens that are compared before each position
 class GivenAnswer:
     """A draft source for requests that carry a draft of the whole answer, such as the row's earlier answer.
 
-    It proposes the tokens of the draft after the position where the draft matches the end of the answer so far. If the
-    answer has left the draft, the position with the longest match is used. Among equal matches, the position nearest
-    to the answer's length wins.
+    It proposes the draft's tokens from the answer's current length on. If the draft does not match the end of the
+    answer there, it proposes the tokens after the longest match with the end of the answer.
     """
 
     def __init__(self, name: DraftName) -> None:

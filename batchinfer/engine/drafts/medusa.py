@@ -233,14 +233,11 @@ class MedusaSource:
         self._shape = None
 
     def fade(self, share: float) -> None:
-        """Multiply all counts of verified and accepted nodes by 1 - `share`, so that newer results weigh more.
-
-        If proposals took longer than their roofline, the estimate of their duration also moves 1 % towards the
-        roofline. Otherwise a single slow proposal could stop all further ones.
-        """
+        """Multiply all counts of verified and accepted nodes by 1 - `share`, so that newer results weigh more."""
         self._acceptance.fade(share)
         self._shape = None
         if self._ratio is not None:
+            # Without this, a single slow proposal could stop all further ones
             self._ratio += _FORGOTTEN * (min(1.0, self._ratio) - self._ratio)
 
     def _heads(self, count: int) -> int:

@@ -38,10 +38,7 @@ class ModelChoice:
 
     @property
     def prior(self) -> Proposal:
-        """An empty proposal, by which the acceptance rate of the draft model's tokens is looked up.
-
-        Its match length is the length that proposals of the draft model count as.
-        """
+        """An empty proposal, by which the acceptance rate of the draft model's proposals is looked up."""
         return Proposal((), _PRIOR_MATCH)
 
     def choose_rows(

@@ -23,8 +23,7 @@ class OwnText:
     """A draft source that searches a row's own prompt and answer for the row's last tokens.
 
     It proposes the tokens after an earlier occurrence. The last 8 tokens are searched first, then the last 4 and the
-    last 2. For the first tokens of an answer, the source first tries the prompt position from which another row's
-    answer was copied.
+    last 2.
     """
 
     name: DraftName = "prompt"

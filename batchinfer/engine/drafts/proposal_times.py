@@ -16,7 +16,7 @@ class ProposalTimes:
     The ratio of duration to roofline is a moving average over steps of similar size.
 
     Args:
-        cost: The costs of the draft model.
+        cost: Computes the FLOPs and memory traffic of a step of the draft model.
         peaks: The peak FLOP/s and bandwidth of the device.
     """
 

@@ -58,9 +58,6 @@ class StepCosts:
     def seconds(self, decodes: int, others: int, drafts: int) -> float:
         """Return the estimated duration of the next step in seconds, including time spent waiting for the host.
 
-        The host prepares the step while the previous step runs, unless drafts depend on the tokens of the previous
-        step.
-
         Args:
             decodes: The number of rows that decode.
             others: The number of tokens of rows in prefill.

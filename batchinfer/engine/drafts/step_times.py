@@ -19,10 +19,7 @@ _REMEMBERED = 4096  # step shapes in the cache of bounds
 
 
 class TypicalRatios:
-    """The newest measured ratios of a step's duration to its roofline, grouped by step size.
-
-    Sizes with the same power of two of tokens form a group. The median of a group is robust against single slow steps.
-    """
+    """The newest measured ratios of step duration to roofline, in one group per power of two of a step's tokens."""
 
     def __init__(self) -> None:
         self._newest: dict[int, deque[float]] = {}
@@ -35,16 +32,17 @@ class TypicalRatios:
         """Return the median ratio of duration to roofline of the measured steps that are nearest in size.
 
         Args:
-            tokens: The size to compare with: a number of tokens.
+            tokens: The number of tokens of the step to compare with.
 
         Returns:
-            The largest difference between `tokens` and the size of these steps, in powers of two, and the median. None
-            if fewer than 3 steps were measured.
+            (distance, median ratio). The distance is the largest difference in size, in powers of two. None if fewer
+            than 3 steps were measured.
         """
         ratios, level = list[float](), tokens.bit_length()
         for other in sorted(self._newest, key=lambda other: (abs(other - level), other)):
             ratios += self._newest[other]
             if len(ratios) >= MIN_STEPS:
+                # The median is robust against single slow steps
                 return abs(other - level), median(ratios)
         return None
 
@@ -52,13 +50,11 @@ class TypicalRatios:
 class DraftedStepTimes:
     """Estimates the device time of a step: its roofline times the measured ratio of steps of similar size.
 
-    The ratios of duration to roofline are kept per power of two of a step's tokens and interpolated. Steps with drafts
-    have their own ratios. For a size that no step with drafts had, the ratios of steps without drafts are used. Each
-    step without drafts moves the ratios with drafts slightly towards the ratios without. Otherwise a single slow step
-    would prevent any further draft.
+    The ratios of duration to roofline are kept per power of two of a step's tokens, and separately for steps with and
+    without drafts.
 
     Args:
-        cost: The costs of the target model.
+        cost: Computes the FLOPs and memory traffic of a step of the target model.
         peaks: The peak FLOP/s and bandwidth of the device.
         graphs: The sizes of the steps that are replayed as one CUDA graph. Such a step is padded, and takes the time
             of its padded size. None: steps are not padded.
@@ -95,6 +91,7 @@ class DraftedStepTimes:
         self._ratios[drafted].record_time(tokens, found, self._ratio(tokens, drafted) or found)
         self._typical[drafted].record_time(tokens, found)
         if not drafted:
+            # Otherwise, a single slow step would prevent any further draft
             self._ratios[True].fade(self._ratios[False])
         self._merged.clear()
 

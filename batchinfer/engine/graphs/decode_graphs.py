@@ -95,9 +95,9 @@ class _Replayed:
     def precedes(self, batch: HostBatch, size: GraphSize) -> bool:
         """Return True if the step `batch` directly continues this step: same sequences, same order, one token later.
 
-        Both steps must also use the tensors of the same graph size. Block tables have then only grown, because a
-        preempted sequence would be missing in a step between.
+        Both steps must also use the tensors of the same graph size.
         """
+        # Block tables have only grown then: a preempted sequence would be missing in a step between
         same_size = self.size == size and size.queries == 1 and batch.follows
         # False for a step of another alternating engine
         same_rows = self.batch.table_rows is batch.table_rows
@@ -107,8 +107,8 @@ class _Replayed:
 class DecodeGraphs:
     """Captures decode steps as CUDA graphs when they are first needed, and replays the graphs.
 
-    Steps are padded to one of a few sizes. After a capture has failed or has run out of memory, no further graphs are
-    captured. Existing graphs are still replayed.
+    Steps are padded to one of a few sizes. After a capture has failed, no further graphs are captured; existing graphs
+    are still replayed.
 
     Args:
         forward: Runs the model and returns the hidden states of all tokens.
@@ -149,14 +149,13 @@ class DecodeGraphs:
         """End the warm-up of the job, so that graphs are captured less readily.
 
         During the warm-up, a kind of step (a padded size with its attention plan) is captured when it first occurs.
-        Afterwards, it is captured when it occurs for the third time. A capture takes the time of many steps, and some
-        kinds never occur again.
+        Afterwards, it is captured when it occurs for the third time.
         """
         self._first = CAPTURE_AT_USE
 
     @property
     def steps(self) -> GraphSteps:
-        """The maximum sizes of steps that are captured as CUDA graphs: without drafts, and with drafts."""
+        """The sizes, in tokens, of the largest captured steps without drafts and with drafts."""
         return GraphSteps(self._largest.rows, self._drafted.rows if self._drafted else 0)
 
     @property

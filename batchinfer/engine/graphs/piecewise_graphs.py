@@ -57,7 +57,7 @@ class SplitModel(Protocol):
             caches: The KV cache of each layer with attention.
 
         Yields:
-            The attention that the caller must launch. The caller sends its result to the generator.
+            The attention that the caller must launch. The caller passes the result of attention to `send()`.
 
         Returns:
             The hidden states after the last layer, [T, hidden].
@@ -174,18 +174,18 @@ class PiecewiseGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture the pieces of steps of all sizes.
+        """Capture the pieces of steps of all sizes, the largest first.
 
-        The largest size is captured first, because smaller sizes reuse its memory. A size for which memory is missing
-        is skipped. If a piece cannot be captured at all, the remaining sizes are not tried.
+        A size for which memory is missing is skipped. If a piece cannot be captured at all, the remaining sizes are
+        not tried.
 
         Raises:
-            torch.OutOfMemoryError: If memory is missing and the model is sharded: all ranks must capture the same
-                sizes.
+            torch.OutOfMemoryError: If memory is missing and the model is sharded.
             NotCaptured: If a piece cannot be captured and the model is sharded.
         """
         began = time.perf_counter()
         refused: list[int] = []
+        # Largest first: smaller sizes reuse its memory
         for size in reversed(token_sizes(self._buffers.tokens)):
             try:
                 self._pieces[size] = self._captured(size)
@@ -271,14 +271,6 @@ class PiecewiseGraphs:
     def _driven(
         self, lines: Upload, run: Callable[[Callable[[], _AttentionCall | None]], _AttentionCall | None]
     ) -> list[_AttentionCall]:
-        """Run the model piece by piece, and return the attention calls between the pieces.
-
-        Attention is not launched, because the values of captured inputs do not matter.
-
-        Args:
-            lines: The inputs of the graphs.
-            run: Runs or captures a piece, and returns the piece's result.
-        """
         token_ids, positions, *slots = lines.tensors
         # No piece reads a block table
         no_table = torch.zeros((0, 0), dtype=torch.int32, device=token_ids.device)
@@ -290,6 +282,7 @@ class PiecewiseGraphs:
         sent: Tensor | None = None
         while (own := run(partial(self._piece, forward, sent, len(token_ids)))) is not None:
             found.append(own)
+            # Attention is not launched: the values of captured inputs do not matter
             sent = self._views(own, len(token_ids))[1]
         return found
 

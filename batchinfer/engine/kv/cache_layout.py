@@ -59,7 +59,7 @@ class CacheLayout:
 
     @property
     def sizes(self) -> TableSizes:
-        """The object that computes how many blocks a sequence needs with this layout."""
+        """The calculator of the number of blocks that a sequence needs with this layout."""
         return TableSizes(self.block_size, tuple(group.keeps for group in self.groups))
 
     @property
@@ -82,9 +82,8 @@ def one_group(caches: Caches, block_size: int) -> CacheLayout:
 def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
     """Return the KV cache layout in which the longest sequence of a job takes the least memory.
 
-    Each further block table must save about 2 % of the memory, because tables cost the host time. A layer keeps all
-    tokens if its window is at least `longest`. If layers have keys and values of different sizes, all layers keep all
-    tokens.
+    A further block table is used only if it saves about 2 % of the memory. A layer keeps all tokens if its window is
+    at least `longest`. If layers have keys and values of different sizes, all layers keep all tokens.
 
     Args:
         caches: The cache of each layer, or None for layers without attention.
@@ -115,9 +114,8 @@ def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
 def stage_layout(layout: CacheLayout, caches: Caches, layers: tuple[int, int]) -> CacheLayout:
     """Return the KV cache layout of a pipeline stage.
 
-    The stage has the same cache groups as the model, because stages share block tables. The stage's layers are
-    renumbered from 0. They are distributed evenly among the groups with the same window, which keeps blocks small, so
-    a group may have no layers. The result's `windows` still include all layers of the model.
+    The stage has the same cache groups as the model, but some may have no layers. The stage's layers are renumbered
+    from 0. The result's `windows` still include all layers of the model.
 
     Args:
         layout: The layout of the whole model.
@@ -131,6 +129,7 @@ def stage_layout(layout: CacheLayout, caches: Caches, layers: tuple[int, int]) -
     for kind in {group.keeps for group in layout.groups}:
         numbers = [at for at, group in enumerate(layout.groups) if group.keeps == kind]
         held = [layer for layer in own if kept[first + layer] == kind]
+        # Distributed evenly: the group with the most layers determines the bytes per block
         parts |= {at: tuple(held[turn :: len(numbers)]) for turn, at in enumerate(numbers)}
     groups = tuple(
         replace(group, layers=parts[at], windows=_read_windows(parts[at], caches[first:end]) or group.windows)

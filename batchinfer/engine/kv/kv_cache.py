@@ -11,8 +11,8 @@ from heapq import nlargest
 class Reservations:
     """Records which waiting sequences reserve which block contents, so that cached blocks are kept for them.
 
-    A content is a digest of the tokens of a block and of all tokens before. Each sequence is identified by its
-    arrival: its number in the order of arrival.
+    A content is a digest of the tokens of a block and of all tokens before. A sequence is identified by its number in
+    the order of arrival.
     """
 
     def __init__(self) -> None:
@@ -75,12 +75,10 @@ class BlockPool:
     refers to it, but a waiting sequence reserves its content) or free. A content is a digest of the tokens of a block
     and of all tokens before.
 
-    A waiting sequence reserves the contents of the blocks that it can share. If it will copy the first tokens of a
-    block, it reserves the content of that block, too, as a partial block. If no block is free, cached blocks are
-    evicted. The block that is needed last is evicted first, and a block is evicted before its prefix.
+    A waiting sequence reserves the contents of the blocks that it can share or copy from. If no block is free, the
+    cached block that is needed last is evicted.
 
-    Each cache group may have a block with the same content: keys and values of the same tokens in other layers. A
-    reservation applies to the blocks of all groups.
+    Each cache group may have a block with the same content. A reservation applies to the blocks of all groups.
 
     Args:
         blocks: The number of blocks.
@@ -227,11 +225,11 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove a reference from each block of a block table whose sequence has ended, last block first.
 
-        A block without further references is cached if its content is reserved, else freed. Because of the order,
-        later blocks are evicted before their prefix. Calling `drop` for each block would take twice the time.
+        A block without further references is cached if its content is reserved, else freed.
         """
         references, contents, free = self._references, self._content, self._free
         wanted, copied = self._reserved.arrivals, self._partial.arrivals
+        # Last block first, so that later blocks are evicted before their prefix. `drop` takes twice the time
         for block in reversed(blocks):
             references[block] -= 1
             if references[block]:
@@ -246,12 +244,14 @@ class BlockPool:
                 self._free_block(block)
 
     def drop(self, block: int, beyond: bytes | None = None) -> None:
-        """Remove a reference from a block. If there are no further references, the block is cached or freed.
+        """Remove a reference from a block.
+
+        A block without further references is cached if its content is reserved, else freed.
 
         Args:
             block: The number of the block.
-            beyond: The content of a later block in the cache, or None. A sequence that reserves `beyond` continues
-                after that later block, so its reservation does not keep this block in the cache.
+            beyond: The content of a later cached block, or None. A sequence that also reserves `beyond` does not need
+                this block, so its reservation is not counted.
         """
         self._references[block] -= 1
         if self._references[block]:

@@ -62,7 +62,7 @@ class TableSizes:
         return max(0, start - window + 1) // self.block_size
 
     def alone(self, tokens: int, budget: int) -> int:
-        """Return the maximum number of blocks, over all its block tables, of a sequence that runs alone.
+        """Return the maximum number of blocks, in all block tables together, of a sequence that runs alone.
 
         Args:
             tokens: The maximum length of the sequence.
@@ -73,10 +73,10 @@ class TableSizes:
         return self.unwindowed * whole + windows
 
     def among_others(self, tokens: int) -> int:
-        """Return the maximum number of blocks, over all its block tables, of a sequence that runs with others.
+        """Return the maximum number of blocks, in all block tables together, of a sequence that runs with others.
 
-        A chunk with more than one token may need further blocks in tables with a sliding window. They are not
-        included: `for_chunks` returns them for all sequences of a step together.
+        Each step is assumed to compute one token of the sequence. `for_chunks` returns the additional blocks for
+        chunks with more tokens.
 
         Args:
             tokens: The length of the sequence.
@@ -88,18 +88,18 @@ class TableSizes:
     def for_chunks(self, budget: int) -> int:
         """Return the number of blocks that all chunks of a step need in addition to the blocks from `among_others`.
 
-        Only tables with a sliding window need them. The number is doubled, because drafts of the previous step may be
-        discarded afterwards.
+        It is 0 unless a block table has a sliding window.
 
         Args:
             budget: The maximum number of tokens per step.
         """
+        # Doubled: drafts of the previous step may be discarded afterwards
         return 2 * sum(tables for _, tables in self.windowed) * (budget // self.block_size)
 
     def of_chunk(self, tokens: int, chunk: int) -> int:
         """Return how many more blocks a sequence needs for a chunk than for a single token.
 
-        The difference arises in block tables with a sliding window only.
+        It is 0 unless a block table has a sliding window.
 
         Args:
             tokens: The length of the sequence in tokens.

@@ -94,7 +94,7 @@ class LoadedWeights:
         decoder: Creates the model for a maximum sequence length.
         masks: The token masks of constraints. None if no row of the job can have a constraint.
         untimed: A context for work of unknown duration, during which the watchdog does not expect a message.
-        cost: The costs of the whole model, even if this process has a shard.
+        cost: Computes the FLOPs and memory traffic of a step of the whole model, even if this process has a shard.
         rank_groups: The ranks of the engine.
         proposers: The draft model or the draft heads, if the job has any.
         before_bytes: The resident memory of the process before loading, or None if unknown.
@@ -120,7 +120,7 @@ class LoadedWeights:
         agreed: Agreed = choose_alone,
         send_step: SendStep | None = None,
     ) -> BuiltEngine:
-        """Size the KV cache, warm up and build the engine. If the model is sharded, this is the leading rank's engine.
+        """Size the KV cache, warm up and build the engine. If the model is sharded, call it only in the leading rank.
 
         Args:
             config: The settings of the engine.
@@ -162,8 +162,8 @@ class LoadedWeights:
 
         Args:
             config: The settings of the engine.
-            agreed: Makes a choice in one engine of the run and returns it in all engines. The choice here is the
-                fastest operators by measured time.
+            agreed: Makes a choice in one engine of the run and returns it in all engines. It is used to choose
+                operators by measured time.
 
         Raises:
             OutOfMemory: The job does not fit into memory.

@@ -25,10 +25,9 @@ from batchinfer_kernels.cost import ModelCost
 
 
 def fit_prompts(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, meter: MemoryMeter) -> Fitted:
-    """Give the runner of an encoder on a GPU the largest KV cache that leaves memory for its steps.
+    """Give the runner of an encoder on a GPU the largest KV cache that leaves memory for its steps, and warm it up.
 
-    The memory of the largest steps is measured first. If such a step does not fit, the maximum number of tokens per
-    step is halved. Then the cache is allocated and the runner is warmed up.
+    If a step of the maximum size does not fit, the maximum number of tokens per step is halved.
 
     Args:
         runner: The runner, without a KV cache.
@@ -79,14 +78,12 @@ def fit_cache(
     config: EngineConfig,
     untimed: Untimed,
 ) -> Fitted:
-    """Size and allocate the KV cache of a runner.
-
-    On a GPU, the memory of the largest steps is measured first, and CUDA graphs are captured afterwards.
+    """Size and allocate the KV cache of a runner. On a GPU, CUDA graphs are captured, too.
 
     Args:
         runner: The runner, without a KV cache.
         limits: The maximum sizes of its steps.
-        cost: The costs of the whole model, even if the runner has a shard.
+        cost: Computes the FLOPs and memory traffic of a step of the whole model, even if the runner has a shard.
         room: Sizes and allocates the KV cache.
         loads: Counts the tokens per expert of the model. None: the model cannot be captured as CUDA graphs.
         config: The settings of the engine.

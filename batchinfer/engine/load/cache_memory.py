@@ -37,7 +37,9 @@ class ProposerMemory(Protocol):
         """
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the number of bytes that are needed independent of the number of KV cache blocks, without weights.
+        """Return the number of bytes that the draft model or draft heads need besides weights and `block_bytes`.
+
+        The result does not depend on the number of KV cache blocks.
 
         Args:
             block_size: The number of tokens per block.
@@ -57,7 +59,7 @@ class CacheMemory:
         dtype: The dtype of the model.
         longest: The number of tokens of the longest sequence.
         group: The ranks of the engine. All get the same number of blocks.
-        turns: The number of engines that share the cache because they alternate (pipeline parallelism).
+        turns: The number of engines that share the cache: with pipeline parallelism, several engines alternate.
         proposer: The draft model or the draft heads, which get a KV cache with the same number of blocks. None: the
             job has neither.
     """
@@ -80,7 +82,7 @@ class CacheMemory:
         return own if self.proposer is None else own + self.proposer.block_bytes(runner.layout.block_size)
 
     def room(self) -> CacheRoom:
-        """Return an object that sizes and allocates the KV cache for the measurement of steps."""
+        """Return an object that sizes and allocates the KV cache."""
         least = self.runner.layout.sizes.alone(self.longest, self.limits.max_num_batched_tokens)
         return CacheRoom(self._blocks, self._allocate, self.longest, self.turns * least, self._min_over_ranks)
 

@@ -174,22 +174,13 @@ def _first_use_s(loaded: LoadedModel) -> float:
 
 
 def _chunks(loaded: LoadedModel, parts: list[Part], first: int = 0) -> list[Chunk]:
-    """Create the chunks of a step, each for a new sequence.
-
-    The tokens before a chunk are never computed, because the contents of the cache do not change the time of
-    attention.
-
-    Args:
-        loaded: The model.
-        parts: The start and length of each chunk.
-        first: The number of the first cache block to use. Sequences share no blocks.
-    """
     layout, blocks = loaded.runner.layout, loaded.info.blocks
     chunks = []
     for row, (start, length) in enumerate(parts):
         params = SamplingParams(ignore_eos=True)
         request = Request(row.to_bytes(32, "little"), np.full(start + length, 5, np.int32), params)
         sequence = Sequence.of(request, ContentRoots(LONGEST), None, 0.0)
+        # The tokens before `start` are never computed: the contents of the cache do not change the time of attention
         needed = -(-(start + length) // layout.block_size)
         table = [block % blocks for block in range(first, first + needed)]
         sequence.tables = [list(table) for _ in layout.groups]

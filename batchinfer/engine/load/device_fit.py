@@ -45,9 +45,8 @@ class CacheRoom:
             if the longest sequence does not fit.
         allocate: Allocates a number of blocks and returns the cache of each layer. It raises torch.OutOfMemoryError.
         longest: The number of tokens of the longest sequence.
-        least: The minimum number of blocks: each engine that shares the cache can run one sequence of `longest`
-            tokens.
-        min_over_ranks: Returns the minimum of a number over all ranks of the engine, which must all call it.
+        least: The minimum number of blocks, with which each engine that shares the cache can run the longest sequence.
+        min_over_ranks: Returns the minimum of a number over all ranks of the engine. All ranks must call it together.
     """
 
     blocks: Callable[[int], int]

@@ -51,7 +51,7 @@ class DraftModelWeights:
 
     @property
     def cost(self) -> ModelCost:
-        """The costs of the draft model."""
+        """The calculator of the FLOPs and memory traffic of the draft model's steps."""
         return self.source.cost(self.arithmetic)
 
     @property

@@ -59,14 +59,12 @@ class DummyPrompts:
         return max(peaks)
 
     def warm_up(self) -> None:
-        """Run steps of all sizes before the job, so that kernels are compiled.
-
-        Steps with prompts of one token are included, because they use other kernels. The largest step runs first, and
-        smaller steps reuse its memory.
-        """
+        """Run steps of all sizes before the job, so that kernels are compiled."""
         tokens, rows = self._most
+        # Largest step first: smaller steps reuse its memory
         for size in (tokens, *sizes_between(1, tokens)):
             self._run(size, 1)
+        # Prompts of one token use other kernels
         for size in {rows, 1}:
             self._run(size, size)
 

@@ -68,10 +68,7 @@ class GpuMeter:
 
 
 def sizes_between(rows: int, tokens: int) -> list[int]:
-    """Return step sizes, in tokens, for the warm-up: together they use all kernels between two limits.
-
-    Sizes are halved repeatedly, so every tile size of the matrix products occurs. It occurs once with a multiple of
-    16, for which Triton compiles separate kernels, and once with another number.
+    """Return step sizes, in tokens, with which the warm-up compiles all kernels for sizes between two limits.
 
     Args:
         rows: The lower limit, which is excluded.
@@ -82,6 +79,7 @@ def sizes_between(rows: int, tokens: int) -> list[int]:
     """
     sizes, size = [], tokens - 1
     while size > rows:
+        # Halving uses every tile size of the matrix products. Triton compiles separate kernels for multiples of 16
         sizes += [size, size // 16 * 16] if size // 16 * 16 > rows else [size]
         size //= 2
     return sizes
@@ -138,14 +136,13 @@ class DummySteps:
     def profile(self, meter: MemoryMeter, mixed: int = 0) -> int:
         """Run the largest steps, and return the number of bytes to leave free for steps, without weights and KV cache.
 
-        The result is the sum of three peaks: of the largest step, of the largest decode step (whose graph keeps its
-        memory) and of the largest step that is captured in pieces. A step for which memory is missing runs in
-        micro-batches.
+        A step for which memory is missing runs in micro-batches.
 
         Args:
             meter: Measures device memory.
             mixed: The number of tokens of the largest step that is captured in pieces; 0 if no step is captured.
         """
+        # The sum of the peaks: the graphs of decode steps and pieces keep their memory
         sizes = (self.limits.max_num_batched_tokens, self.rows, *[mixed] * (mixed > self.rows))
         return sum(self._most_bytes(meter, tokens) for tokens in sizes)
 
@@ -160,10 +157,8 @@ class DummySteps:
         return max(found)
 
     def warm_up(self) -> None:
-        """Run steps of every kind before the job, so that kernels are compiled and CUDA graphs captured.
-
-        The largest step runs first, and smaller steps reuse its memory.
-        """
+        """Run steps of every kind before the job, so that kernels are compiled and CUDA graphs captured."""
+        # Largest step first: smaller steps reuse its memory
         for params in (self.costly, SAMPLED, GREEDY):
             self._run(self.chunks(self.limits.max_num_batched_tokens, self.rows, self.longest, params))
         context, adapted = min(self.longest, MIN_CONTEXT_BOUND), replace(GREEDY, adapter=self.adapter)
@@ -241,13 +236,6 @@ class DummySteps:
         return chunks
 
     def _drafted(self, context: int) -> Iterator[list[Chunk]]:
-        """Yield the largest captured step that verifies drafts, for each captured number of tokens per row.
-
-        Smaller steps are captured when they first occur in the job.
-
-        Args:
-            context: The number of tokens of each sequence.
-        """
         graphs = self.runner.graphs
         most = 0 if graphs is None else graphs.steps.drafted
         for queries in DRAFT_QUERIES if most else ():

@@ -53,9 +53,7 @@ class LoadedLayer(LoadedHeads):
         return self.stored.weight_bytes(self.arithmetic.dtype.itemsize)
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the number of bytes that the draft head needs per block of the KV cache.
-
-        They hold the head's own keys and values, and the hidden states of the target model that the head reads.
+        """Return the number of bytes that the draft head needs per block of the target model's KV cache.
 
         Args:
             block_size: The number of tokens per block.
@@ -76,7 +74,7 @@ class LoadedLayer(LoadedHeads):
         return spare_blocks(block_size, max_num_seqs) * self.block_bytes(block_size)
 
     def tapped_runner(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
-        """Return a copy of the target model's runner whose model also stores hidden states for the draft head.
+        """Return a copy of the target model's runner that also stores the hidden states that the draft head reads.
 
         Args:
             own: The runner of the target model.
@@ -99,13 +97,13 @@ class LoadedLayer(LoadedHeads):
         return replace(own, model=watched)
 
     def of(self, model: HeadedModel) -> tuple[ModelRunner, DraftModelRunner]:
-        """Allocate the KV cache of the draft head.
+        """Allocate the KV cache of the draft head, and return the runners that the engine uses.
 
         Args:
             model: The target model with its KV cache.
 
         Returns:
-            The runner of the target model, and the runner of the draft head.
+            (the runner of the target model, the runner of the draft head).
 
         Raises:
             OutOfMemory: The head's cache does not fit.

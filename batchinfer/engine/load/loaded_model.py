@@ -43,8 +43,8 @@ class LoadedModel:
         masks: The token masks of constraints. None if no row of the job can have a constraint.
         drafts: The names of the draft sources. They are used only if the peaks of the device are known.
         proposer: Runs the draft model or the draft heads. None: the job has neither.
-        turns: The number of engines that alternate (pipeline parallelism), each with `limits` and a share of the
-            cache.
+        turns: The number of engines that alternate on the model (pipeline parallelism). They share the KV cache, and
+            `limits` apply to each of them.
     """
 
     runner: ModelRunner
@@ -88,8 +88,8 @@ class LoadedModel:
         Args:
             peaks: The peak FLOP/s and bandwidth of the device. None: drafts are not used.
             stop_streams: Creates the function that searches an answer for stop strings. None: no row has stop strings.
-            runner: Is used instead of the model's runner. None: the model's runner.
-            drafter: Is used instead of a drafter for the model's draft sources. None: such a drafter is created.
+            runner: The runner to use. None: the model's runner.
+            drafter: Chooses the drafts of each step. None: a drafter for the model's draft sources is created.
         """
         windows = self.runner.layout.sizes.windows
         pool = BlockPool(self.info.blocks // self.turns, self.info.block_size, len(windows))
@@ -152,9 +152,9 @@ class LoadedHeads(ABC):
         return 0
 
     def spare_bytes(self, block_size: int, max_num_seqs: int) -> int:
-        """Return the number of bytes that the draft heads need independent of the number of KV cache blocks.
+        """Return the number of bytes that the draft heads need besides weights and `block_bytes`; 0 by default.
 
-        The weights are not included. The result is 0 by default.
+        The result does not depend on the number of KV cache blocks.
 
         Args:
             block_size: The number of tokens per block.
@@ -165,7 +165,7 @@ class LoadedHeads(ABC):
     def tapped_runner(self, own: ModelRunner, longest: int, max_num_seqs: int) -> ModelRunner:
         """Return a copy of the target model's runner whose model also stores the hidden states that draft heads read.
 
-        By default, the runner itself is returned, for heads that do not need the hidden states of all cached tokens.
+        By default, the runner itself is returned.
 
         Args:
             own: The runner of the target model, without a KV cache.

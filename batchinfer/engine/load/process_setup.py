@@ -41,11 +41,11 @@ def _device(config: LoadConfig) -> torch.device:
 
 
 def keep_partial_sums() -> None:
-    """Make cuBLAS add the partial sums of a matrix product in full precision, in this process.
+    """Make cuBLAS add partial sums of matrix products in full precision, in this process.
 
-    The number of rows decides which products are computed in parts along the inner dimension. If partial sums were
-    rounded to 16 bits, a row's result would depend on the other rows.
+    Otherwise, the result of a row could depend on the number of rows in the product.
     """
+    # The number of rows decides which products are computed in parts along the inner dimension
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 

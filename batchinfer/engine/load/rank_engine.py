@@ -123,7 +123,7 @@ def make_leading_engine(
     Args:
         loaded: The shard of this rank.
         rank_groups: The ranks of the engine.
-        cost: The costs of the whole model.
+        cost: Computes the FLOPs and memory traffic of a step of the whole model.
         send_step: Sends each step to the other ranks.
         peaks: The peak FLOP/s and bandwidth of the device. None: drafts are not used.
         stop_streams: Creates the function that searches an answer for stop strings. None: no row has stop strings.
@@ -150,10 +150,7 @@ def make_follower(loaded: LoadedModel, rank_groups: RankGroups, account: RankAcc
 def make_account(
     source: Source, loaded: LoadedModel, rank_groups: RankGroups, before_bytes: int | None
 ) -> RankAccount:
-    """Return an object that reports the time and memory of this rank, after loading and warm-up.
-
-    The time of collectives that was measured so far is reset. Waiting for other stages is only timed on a CPU: with a
-    GPU, the host does not wait.
+    """Return an object that reports the time and memory of this rank from now on.
 
     Args:
         source: The shard of the checkpoint that this rank has loaded.
@@ -161,6 +158,7 @@ def make_account(
         rank_groups: The ranks of the engine.
         before_bytes: The resident memory of the process before loading, or None if unknown.
     """
+    # On a GPU, the host does not wait for other stages
     waits = rank_groups.division.stages > 1 and not loaded.runner.looks_ahead
     assert isinstance(source, ModelSource), "other models cannot be sharded"
     if rank_groups.sums is not None:

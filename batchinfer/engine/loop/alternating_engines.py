@@ -32,10 +32,10 @@ class AlternatingEngines:
         return sum(engine.unfinished for engine in self._engines)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Divide requests among the engines.
+        """Divide requests among the engines and queue them.
 
-        Neighbouring requests, which often share prefixes, are kept together in groups. A group is queued in the engine
-        with the fewest unfinished sequences. Each engine admits its requests in the given order.
+        Neighbouring requests, which often share prefixes, are sent to the same engine. Each engine admits its requests
+        in the given order.
 
         Raises:
             ValueError: If an engine rejects a request.
@@ -55,7 +55,7 @@ class AlternatingEngines:
             engine.forget_waiting()
 
     def step(self) -> StepOutput:
-        """Finish the oldest step in flight, and begin the next step of the engine that ran it.
+        """Finish the oldest step in flight, and begin the next step of the engine whose step was finished.
 
         Returns:
             The output of the finished step. It is empty if there is nothing to do.

@@ -40,7 +40,7 @@ class Drafter(Protocol):
         """Return True if the next step should be launched only after the tokens of the step in flight are known.
 
         Args:
-            waiting: The rows that skip a step to have drafts. They can join the next step if it is launched later.
+            waiting: The rows in flight that can have drafts in the next step if it is launched later.
             ready: The decoding rows that are not in flight.
             plain: The number of rows in flight that run in the next step, without drafts, before their tokens are
                 known.
@@ -150,7 +150,7 @@ class Drafting:
             self.drafter.record_verified(outcome)
 
     def drop_masks(self, sequence: Sequence) -> None:
-        """Drop the token masks of a sequence's drafts, which were verified or removed."""
+        """Drop the token masks that were created for a sequence's drafts."""
         if sequence.draft_masks and self._masks is not None:
             for mask in sequence.draft_masks:
                 self._masks.drop(mask)

@@ -61,7 +61,7 @@ def can_run_together(answers: Collection[str]) -> bool:
 
 
 def has_no_token_left(sequence: Sequence, eos: frozenset[int], masks: ConstraintMasks | None) -> bool:
-    """Return True if the sampling parameters and the constraint of a sequence together exclude all next tokens.
+    """Return True if the sampling parameters and the constraint of a sequence together exclude every token.
 
     Args:
         sequence: The sequence.
@@ -153,7 +153,8 @@ def prompt_end(sequence: Sequence) -> End:
 def ends_request(sequence: Sequence, end: End) -> bool:
     """Record that a sequence has ended, and return True if its request is finished.
 
-    A request that scores continuations may have several sequences. The function must be called once per sequence.
+    A request that scores continuations may have several sequences and is finished when all have ended. Call the
+    function once per sequence.
 
     Args:
         sequence: The sequence.
@@ -194,9 +195,6 @@ def _scored(scores: RequestScores) -> Completion:
 
 def request_sample(sequence: Sequence, end: End, now: float) -> RequestSample:
     """Return the measurements of a request that ends now.
-
-    If the request scores continuations, its prompt tokens include the trie of continuations, and its cached tokens are
-    the cached tokens of the first sequence.
 
     Args:
         sequence: The sequence of the request. If the request has several, the one that ended last.

@@ -47,7 +47,7 @@ class EngineLimits:
     """The properties of the model that limit each sequence.
 
     Attributes:
-        roots: The maximum length of a sequence, and the start values of content hashes.
+        roots: The maximum length of a sequence, and the start values of content hashes of blocks.
         eos_token_ids: The end-of-sequence tokens of the model.
     """
 
@@ -76,7 +76,13 @@ class StepOutput:
 
 
 class EngineLoad(NamedTuple):
-    """The current load of an engine: the numbers of running sequences, waiting sequences, and used KV cache blocks."""
+    """The current load of an engine.
+
+    Attributes:
+        running: The number of running sequences.
+        waiting: The number of waiting sequences.
+        blocks: The number of used KV cache blocks.
+    """
 
     running: int
     waiting: int
@@ -86,11 +92,8 @@ class EngineLoad(NamedTuple):
 class Engine:
     """Runs requests step by step with continuous batching. Prompts and outputs are token ids.
 
-    If the runner looks ahead, the next step is launched before the tokens of the current step are known. If an answer
-    turns out to have ended, its tokens in the next step are dropped.
-
     Args:
-        runner: Runs the model.
+        runner: Runs the model. It decides whether a step is launched before the tokens of the previous step are known.
         scheduler: Chooses the sequences of each step.
         limits: The maximum length of sequences, and the end-of-sequence tokens.
         peaks: The peak FLOP/s and bandwidth of the device, from which the roofline time of steps is computed. None:
@@ -133,10 +136,7 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        """The number of unfinished sequences and of finished requests whose output `step` has not returned yet.
-
-        A sequence counts until no step in flight reads its blocks.
-        """
+        """The number of unfinished sequences, plus finished requests whose output `step` has not returned yet."""
         scheduler = self._scheduler
         return (
             len(scheduler.waiting)
@@ -149,8 +149,8 @@ class Engine:
         """Add requests to the queue of waiting requests, to be admitted in the given order.
 
         Raises:
-            ValueError: If the engine cannot run a request. It is too long, or it asks for a kind of output that cannot
-                run here or now. Or it has stop strings or a constraint, and the engine was built without a tokenizer.
+            ValueError: If the engine cannot run a request: it is too long, asks for an unsupported kind of output, or
+                needs a tokenizer (stop strings, constraints) that the engine does not have.
         """
         roots = self._limits.roots
         for request in requests:
@@ -294,8 +294,8 @@ class Engine:
     def _jump_forward(self, sequence: Sequence, now: float) -> End | None:
         """Append the tokens that the constraint of a sequence forces next (jump-forward decoding).
 
-        They are sampled like other tokens if the sequence needs their log-probabilities, if its parameters exclude
-        some tokens, or if it must not end before the log-probabilities of its prompt are computed.
+        Nothing is appended if forced tokens must be computed like other tokens, for example because the sequence needs
+        their log-probabilities.
 
         Returns:
             How the sequence ends if the forced tokens end it, else None.

@@ -24,7 +24,7 @@ class End(NamedTuple):
         reason: Why the sequence ended.
         text_length: The number of characters of its text before a stop string, or None without a stop string.
         error: The error of the sequence, or None if it succeeded.
-        cut: True if the error is that max_tokens or the context length ended the answer before its constraint was
+        cut: True if the error is that the answer reached max_tokens or the context length before its constraint was
             complete.
     """
 
@@ -50,8 +50,7 @@ class AcceptedTokens:
         parents: The index of each draft's parent in a draft tree, or -1 for the sequence's last token; empty for a
             chain.
         path: The indices of the accepted drafts, in order.
-        count: The number of tokens that the sequence got. A token that is missing because logits were not finite
-            counts, too.
+        count: The number of tokens that the sequence got, accepted drafts included.
         end: How the sequence ended, or None if it continues.
     """
 
@@ -83,7 +82,7 @@ class AcceptedTokens:
     def useful_end(self) -> int:
         """The number of leading positions of the sequence whose keys and values remain valid after the step.
 
-        Positions of rejected drafts are not valid. The newest token has not run yet, so it is not included.
+        Positions of rejected drafts and of the newest token are not included.
         """
         return self.length + min(self.accepted, max(0, self.count - 1))
 
@@ -140,7 +139,7 @@ class InFlight:
 
     @property
     def only_decodes(self) -> bool:
-        """True if each sequence of the step runs one generated token for the first time, and gets another token.
+        """True if each chunk of the step is one generated token that runs for the first time and yields another token.
 
         Only such a step can be launched together with further decode steps.
         """

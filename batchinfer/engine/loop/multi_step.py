@@ -23,9 +23,8 @@ LEAST_GAIN = 1.05  # minimum estimated gain in tokens per second for which sever
 class MultiStepDecoding:
     """Chooses the number of decode steps per launch from the estimated times of device and host.
 
-    Most of the host's work is done once per launch. So several steps per launch are faster if the host needs more time
-    per step than the device. But a sequence that ends in the middle of a launch still runs in the launch's remaining
-    steps and in the following launch, which is already in flight.
+    Several steps per launch are faster if the host needs more time per step than the device. On the other hand, they
+    compute useless tokens for each sequence that ends in the middle of a launch.
 
     Args:
         costs: The estimated times of host and device.
@@ -38,7 +37,7 @@ class MultiStepDecoding:
         self._launches_without_drafts = 0  # remaining launches in which no row may be held
 
     def record_tokens(self, tokens: int, ended: int) -> None:
-        """Update the mean output length, which decides how many tokens are computed in vain after the end of answers.
+        """Update the mean output length, from which the share of tokens after the end of an answer is estimated.
 
         Args:
             tokens: The number of tokens that a launch generated.
@@ -51,8 +50,7 @@ class MultiStepDecoding:
     def can_hold_rows(self) -> bool:
         """True if sequences may skip a step to have drafts in a later step.
 
-        After a multi-step launch, this is False for 8 launches. A sequence that skips a step forces single steps for
-        all sequences, so the sequences should do this at the same time.
+        It is False for the next 8 launches after a multi-step launch.
         """
         return self._launches_without_drafts == 0
 
@@ -123,7 +121,7 @@ def split_sample(
         sample: The measurements of the launch.
         shapes: The shape of the useful work of each step.
         computed: The number of positions that the launch computed, including positions after the end of an answer.
-        cost: The costs of the model.
+        cost: Computes the FLOPs and memory traffic of a step of the model.
         peaks: The peak FLOP/s and bandwidth of the device, or None if unknown.
     """
     count, found = len(shapes), list[StepSample]()

@@ -32,8 +32,8 @@ class RankAccount:
         wait: The time spent waiting for other pipeline stages so far. None: there is one stage, or the time is not
             measured.
         sums: The time spent in collectives so far. None: the rank has no collectives, or they are not timed.
-        read_loads: Returns the number of tokens that were routed so far to each expert of the rank's layers. It waits
-            for the device.
+        read_loads: Returns the number of tokens that were routed so far to each expert of the rank's layers. The call
+            waits for the device.
     """
 
     rank: int
@@ -85,7 +85,9 @@ class Follower:
 
     @torch.inference_mode()
     def run(self, step: RankStep) -> None:
-        """Run the forward pass of a step, and compute this rank's part of the logits.
+        """Run this rank's part of a step, and exchange the results with the other ranks of the engine.
+
+        The leading rank gets the logits and samples the tokens.
 
         Raises:
             torch.OutOfMemoryError: If there is not enough memory.

@@ -79,10 +79,9 @@ class PendingStep:
 
 
 class LeadingRunner:
-    """Runs the steps of an engine on the leading rank, and sends each plan to the other ranks first.
+    """Runs the steps of an engine on the leading rank, and sends each step's plan to the other ranks first.
 
-    The leading rank has the last pipeline stage. With several stages on a CPU, a step runs on it only when the results
-    are requested.
+    With pipeline stages on a CPU, a step runs on the leading rank only when its results are requested.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class LeadingRunner:
             runner: Runs this rank's shard of the model.
             rank_groups: The ranks of the engine.
             send_step: Sends a step to the other ranks.
-            cost: The costs of the whole model.
+            cost: Computes the FLOPs and memory traffic of a step of the whole model.
         """
         self._turn, self._runner, self._send_step = turn, runner, send_step
         self._passed = TokenTransfer(runner, rank_groups)
@@ -124,13 +123,13 @@ class LeadingRunner:
 
     @property
     def most_tokens(self) -> int | None:
-        """The maximum number of tokens per step; None, because a rank that runs out of memory ends the engine."""
+        """The maximum number of tokens per step. It is always None, which means no limit."""
         return self._runner.most_tokens
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Send the plan of a step to the other ranks, and run the step on this rank.
+        """Send the plan of a step to the other ranks, and launch the step on this rank.
 
-        With pipeline stages on a CPU, it runs on this rank when its results are requested.
+        With pipeline stages on a CPU, the step runs on this rank when its results are requested.
         """
         self._send_step(RankStep(self._turn, plan))
         return PendingStep(partial(self._run, plan)) if self._pends else self._run(plan)

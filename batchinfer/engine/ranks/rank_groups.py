@@ -90,15 +90,10 @@ def _file_store(rank_config: RankConfig) -> c10d.Store:
 
 
 def _warm_up_groups(rank: int, division: Division, groups: tuple[Group, Group], device: torch.device) -> None:
-    """Exchange a value between ranks, so that NCCL allocates its memory before the KV cache is sized.
-
-    NCCL connects two ranks when they first communicate. Neighbouring stages connect in their first step.
-
-    Raises:
-        Unavailable: NCCL cannot connect, or the ranks have different GPUs, which would capture different graphs.
-    """
     everyone, peers = groups
     try:
+        # NCCL allocates memory when two ranks first communicate, which must be before the KV cache is sized.
+        # Neighbouring stages connect in their first step.
         kinds = everyone.all_gather(_kind(device))
         word = peers.all_reduce(torch.ones(1, dtype=torch.int64, device=device))
         first = [other for other in range(1, division.ranks) if division.stage(other) == 0]

@@ -79,7 +79,7 @@ def check_division(spec: ModelSpec, division: Division) -> None:
 def check_stored(checkpoint: Checkpoint, division: Division) -> None:
     """Raise an error if ranks cannot read their shards from the tensors of a checkpoint.
 
-    A quantised tensor, for example, cannot be divided inside a group of values. Only the headers of files are read.
+    For example, a quantised tensor cannot be divided inside a group of values with a common scale.
 
     Args:
         checkpoint: The checkpoint.

@@ -21,14 +21,14 @@ class PipelineStageIO:
         group: The ranks of the engine.
         previous: The rank of the previous stage, or None in the first stage.
         following: The rank of the next stage, or None in the last stage.
-        states: The buffer of received hidden states, [max tokens, hidden]. It is fixed, because captured layers read
-            it. All alternating engines share it, because the steps of a rank run sequentially.
+        states: The buffer of received hidden states, [max tokens, hidden].
         wait: The time that the host waited for other stages so far. It is only meaningful on a CPU.
     """
 
     group: Group
     previous: int | None
     following: int | None
+    # Fixed memory, because captured layers read it. Alternating engines share it: a rank's steps run sequentially
     states: Tensor
     wait: SpentTime
 
@@ -106,7 +106,7 @@ class StagedModel:
             caches: The KV cache of each layer with attention.
 
         Yields:
-            The attention that the caller must launch. The caller sends its result to the generator.
+            The attention that the caller must launch. The caller passes the result of attention to `send()`.
 
         Returns:
             The hidden states after the stage's last layer, [T, hidden].

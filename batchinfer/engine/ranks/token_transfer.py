@@ -19,10 +19,8 @@ from batchinfer.engine.schedule.step_plan import StepPlan
 class TokenTransfer:
     """Transfers the sampled tokens of one engine from rank 0 to the GPUs of the ranks that read them as input.
 
-    The host may not know the tokens yet. Before a step that reads the tokens of the previous step on the device, rank
-    0 sends them to all other ranks. With pipeline stages, it sends them to the ranks of the first stage only. It then
-    uses a separate CUDA stream and sends as soon as the tokens are sampled, so that other engines' steps on rank 0 do
-    not wait for the receiver.
+    A step may start before the host knows the tokens of the previous step. The receivers are the ranks of the first
+    pipeline stage, or all other ranks if there is one stage.
 
     Attributes:
         runner: Runs the shard of this rank for the engine.
@@ -36,10 +34,10 @@ class TokenTransfer:
     _streams: list[torch.cuda.Stream] = field(default_factory=list)  # one stream, created when it is needed
 
     def before_step(self, plan: StepPlan) -> None:
-        """Send or receive the tokens of the previous step, if a step reads them on the device.
+        """Send or receive the tokens of the previous step, if the next step reads them on the device.
 
         Args:
-            plan: The plan of the step.
+            plan: The plan of the next step.
         """
         runner, rank = self.runner, self.rank_groups.rank
         if plan.awaited is None or not isinstance(runner, DeviceRunner):
@@ -88,6 +86,7 @@ class TokenTransfer:
         if self._sampled is None:
             yield
             return
+        # A separate stream, so that other engines' steps on rank 0 do not wait for the receiver
         if not self._streams:
             self._streams.append(torch.cuda.Stream())  # type: ignore[no-untyped-call]
         (stream,) = self._streams

@@ -57,9 +57,9 @@ class DeviceRun:
         padded_tokens: The number of positions that were computed only because the step was padded.
         launch: How the step was launched.
         plan: The plan of the step.
-        logprob_rows: For each micro-batch with log-probabilities: the index of its first row among all rows of the
-            step that get tokens, and its log-probabilities.
-        masked_rows: For each micro-batch with token masks: the same index, and its rows with masks.
+        logprob_rows: (index, log-probabilities) of each micro-batch with log-probabilities. The index counts the
+            step's rows that get tokens before the micro-batch.
+        masked_rows: (index, rows with masks) of each micro-batch with token masks, with the same kind of index.
         state_rows: The hidden states of each micro-batch that returns any.
         scored_batches: The number of micro-batches that compute log-probabilities of given tokens.
         collective_s: Always None: collectives are not timed on a GPU.
@@ -188,8 +188,8 @@ class _Ran:
     """A launched step, with its results on the device.
 
     Attributes:
-        sampled: For each micro-batch that samples: the index of its first row among all rows that get tokens, and its
-            results.
+        sampled: (index, results) of each micro-batch that samples. The index counts the step's rows that get tokens
+            before the micro-batch.
         tokens: [n], the tokens of all micro-batches. None: nothing was sampled.
         padded: The number of positions that were computed only because the step was padded.
         modes: The launch mode of each micro-batch.
@@ -212,9 +212,6 @@ class DeviceRunner(ModelRunner):
 
     Sampled tokens stay on the device for the next step. A step that does not fit into memory runs in micro-batches.
 
-    A step may reuse KV cache blocks that the running step still reads, such as blocks of a sequence that has ended.
-    Both steps are in the same CUDA stream, so the blocks are overwritten only after the running step.
-
     Attributes:
         graphs: The CUDA graphs of decode steps. None: decode steps are not captured.
         mixed: The piecewise CUDA graphs, for steps that no decode graph covers, such as steps with prompts. None: such
@@ -233,10 +230,9 @@ class DeviceRunner(ModelRunner):
     tables: DeviceTables = field(default_factory=DeviceTables)
 
     def with_first_block(self, first_block: int) -> DeviceRunner:
-        """Return a runner for another engine that shares the model and the KV cache with this runner.
+        """Return a runner for another engine that shares the model, the KV cache and the CUDA graphs with this runner.
 
-        The runner has its own block tables and sampled tokens. CUDA graphs are shared: their inputs are written before
-        each replay.
+        The new runner has its own block tables and sampled tokens.
 
         Args:
             first_block: The first KV cache block that the other engine uses.
@@ -269,11 +265,13 @@ class DeviceRunner(ModelRunner):
         """Launch the step of a plan on the GPU. With multi-step decoding, all decode steps of the plan are launched.
 
         Raises:
-            torch.OutOfMemoryError: If memory is missing even for one token. With several ranks, which cannot agree on
-                micro-batches, also if memory is missing for the whole step or its CUDA graph.
+            torch.OutOfMemoryError: If memory is missing even for one token. If the model is sharded, also if memory is
+                missing for the whole step.
         """
         captured_s, graph_bytes = self.capture_s, self.graph_bytes
         whole = self.state.batch(plan, self.layout)
+        # A step may write to KV cache blocks that the running step still reads. Both steps are in the same CUDA stream,
+        # so the blocks are overwritten only after the running step.
         ran = [self._step(whole, plan)]
         if plan.repeats is not None:
             ran += self._further_steps(whole, plan, plan.repeats)

@@ -22,7 +22,7 @@ class _Kept(NamedTuple):
         hidden: The hidden states of all sampled rows of the step, [n, hidden].
         first: The index of the sequence's first row in `hidden`.
         rows: The number of the sequence's rows in `hidden`.
-        generated: The number of tokens that the answer had before the token that was sampled from the first row.
+        generated: The number of tokens that the answer had before the step.
         step: The number of the step.
     """
 
@@ -41,7 +41,7 @@ class KeptStates:
 
     Attributes:
         steps: The number of newest steps whose hidden states are stored. None: the newest hidden states of each
-            request are stored, of whatever step.
+            request are stored, however old they are.
     """
 
     steps: int | None = None

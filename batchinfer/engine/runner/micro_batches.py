@@ -19,13 +19,12 @@ STEPS_BEFORE_RETRY = 256
 class MicroBatches:
     """Limits the number of tokens per forward pass after the device ran out of memory.
 
-    The limit is halved when memory runs out, and doubled after 256 successful steps. If the doubled limit fails soon,
-    the number of steps before the next attempt is doubled.
+    The limit is halved when memory runs out, and doubled after 256 successful steps, or more if the doubled limit
+    failed before.
 
     Attributes:
         most_tokens: The maximum number of tokens per forward pass. None: unlimited.
-        whole_chunks: True if chunks must not be split. Encoders need this, because their tokens attend to later
-            tokens.
+        whole_chunks: True if chunks must not be split, as for encoders, whose tokens attend to later tokens.
     """
 
     most_tokens: int | None = None
@@ -38,8 +37,7 @@ class MicroBatches:
     def split(self, step: HostBatch) -> list[HostBatch]:
         """Split a step into micro-batches of at most `most_tokens` tokens, in order.
 
-        A chunk that is longer is split, too, unless `whole_chunks` is True. The results do not change: a later
-        micro-batch reads the keys and values that an earlier one wrote to the cache.
+        A chunk that is longer than the limit is split, unless `whole_chunks` is True.
         """
         most = self.most_tokens
         if most is None or len(step.token_ids) <= most:
@@ -48,7 +46,7 @@ class MicroBatches:
         return [step.part(first, end) for first, end in pairwise(edges)]
 
     def is_least(self, step: HostBatch) -> bool:
-        """Return True if a step cannot be split: it has one token, or one chunk if chunks must not be split."""
+        """Return True if a step cannot be split: it has one token, or `whole_chunks` is True and it has one chunk."""
         return len(step.query_lens if self.whole_chunks else step.token_ids) == 1
 
     def shrink(self, tokens: int, rows: int) -> None:
