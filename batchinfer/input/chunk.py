@@ -16,17 +16,16 @@ from batchinfer.input.rows import Values
 
 @dataclass(frozen=True, slots=True)
 class ChunkSize:
-    """The maximum size of a chunk of a text file (JSON lines or CSV), which one process parses at a time.
+    """The maximum size of a chunk of a text file (JSON lines or CSV). One process parses a chunk at a time.
 
-    A chunk has whole lines: at least one line, even if that line exceeds the size. Parsing and rendering a chunk should
-    take much longer than passing it to another process (256 KiB of JSON lines of 300 bytes: 40 ms and 0.3 ms), and
-    should be short compared with a job.
+    A chunk has whole lines: at least one line, even if that line exceeds the size.
 
     Attributes:
         bytes: The maximum number of bytes.
-        lines: The maximum number of lines. It bounds the number of prompts if lines are short and the template is long.
+        lines: The maximum number of lines. It limits the size of the prompts if the job's template is long.
     """
 
+    # 256 KiB of JSON lines of 300 bytes take 40 ms to parse and render, and 0.3 ms to send to another process
     bytes: int = 1 << 18
     lines: int = 1024
 
@@ -40,13 +39,13 @@ class InputChunk(ABC):
 
     Args:
         file: The file's name in the results.
-        bytes_read: How far the input has been read at the end of this chunk, in bytes on disk: in this file, or in all
-            files together if a `Reader` made the chunk.
+        bytes_read: The number of bytes on disk from the start of the file to the end of this chunk. If a `Reader` made
+            the chunk, it includes the sizes of all files before this one.
         most_rows: An upper bound on the number of rows.
-        data: The unparsed rows. They are large, so they are sent to other processes separately.
+        data: The unparsed rows of a text file. Empty for other formats.
         first_row: The number of the first row in the file, from 0. None if it is unknown, because blank lines do not
             count as rows.
-        table: The rows of a typed format (Parquet, Arrow). It stays in the process that cut the chunk.
+        table: The rows of a typed format (Parquet, Arrow). None for other formats.
     """
 
     file: str

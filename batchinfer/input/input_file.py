@@ -16,9 +16,6 @@ QUERY = "sql"  # in the results, the file name of the rows of `input.sql`
 class InputFile:
     """An input file, with the size, times and inode that it had when the job listed it. These reveal later changes.
 
-    If the size differs, the file has changed. If only times or the inode differ, the content is compared. ctime reveals
-    an edit that keeps size and mtime, since no program can set it. But a copy, chmod or a hard link changes ctime, too.
-
     Args:
         path: The path or URL.
         name: The file's name in the results.
@@ -34,6 +31,7 @@ class InputFile:
     format: str
     size: int
     mtime_ns: int
+    # Reveals an edit that keeps size and mtime. A copy, chmod or hard link changes it too, so the content decides.
     ctime_ns: int = 0
     inode: int = 0
 

@@ -43,8 +43,8 @@ def open_input(
     Args:
         job: The job, with the options of its section `input`.
         files: The files of `input.path`, or the file with the result of `input.sql`.
-        sample: The size of the sample to read from the start of each file, or None for all rows.
-        strata: A sample of rows that are spread over all files, or None for all rows.
+        sample: How many rows to yield from the start of each file. None for all rows.
+        strata: Which rows to yield, spread over all files. None for all rows.
         chunk: The maximum size of a chunk of a text file, or None for the default.
 
     Raises:

@@ -78,13 +78,11 @@ class LineBuffer:
             pass
 
     def block_end(self, most_bytes: int, most_lines: int) -> int | None:
-        """Return where a block of whole lines ends that starts at the reading position and keeps both limits.
-
-        Only buffered lines are considered. If `most_lines` is the limit that applies, the block may have fewer lines.
+        """Return where a block of whole lines ends that starts at the reading position. Only buffered lines are in it.
 
         Args:
             most_bytes: The maximum number of bytes of the block.
-            most_lines: The maximum number of lines of the block.
+            most_lines: The maximum number of lines of the block. It may have fewer, even if more are buffered.
 
         Returns:
             A position in the file, or None if the first line is not buffered completely or exceeds `most_bytes`.
@@ -121,15 +119,15 @@ class LineBuffer:
         return length
 
     def lines_without(self, mark: bytes | None) -> int:
-        """Find the buffered lines before the first line that contains `mark`, and return the position where they end.
+        """Return the end of the buffered lines that come before the first line with `mark`.
 
         At most 256 KiB after the reading position are searched.
 
         Args:
-            mark: The bytes to search for. None to return the end of all these lines.
+            mark: The bytes to search for. None to return the end of all searched lines.
 
         Returns:
-            A position in the file. The reading position if the line there contains `mark`.
+            A position in the file. It is the reading position if the line there contains `mark`.
         """
         start, most = self.at - self.base, min(self.whole - self.base, self.at - self.base + _BLOCK)
         found = -1 if mark is None else self.data.find(mark, start, most)

@@ -36,10 +36,8 @@ class SampleSize:
 class Strata:
     """A sample of rows that are spread over the input: of every `stride` rows, the middle ones are sampled.
 
-    The rows of all files are counted together.
-
     Attributes:
-        stride: The number of rows in each group.
+        stride: The number of rows in each group. Groups continue from one file to the next.
         rows: The number of rows sampled from the middle of each group.
     """
 
@@ -69,9 +67,9 @@ class Reader:
         files: The files.
         text: The encoding and syntax of text files.
         sha256: The hex digest of each file that was read to its end, by path.
-        sample: The sample to read from the start of each file, or None for all rows.
-        complete: After reading, True if all rows were yielded, False if a sample left out rows.
-        strata: A sample of rows that are spread over all files, or None for all rows. All rows are read to count them.
+        sample: To yield only the first rows of each file: how many. None for all rows.
+        complete: After reading, True if all rows were yielded, False if rows were left out by `sample` or `strata`.
+        strata: To yield only rows that are spread over all files: which. None for all rows.
         chunk: The maximum size of the chunks of text files.
     """
 
@@ -99,8 +97,8 @@ class Reader:
         Args:
             files: The files.
             text: The encoding and syntax of text files.
-            sample: The sample to read from the start of each file, or None for all rows.
-            strata: A sample of rows that are spread over all files, or None for all rows.
+            sample: How many rows to yield from the start of each file. None for all rows.
+            strata: Which rows to yield, spread over all files. None for all rows.
             chunk: The maximum size of the chunks of text files, or None for the default.
 
         Raises:
@@ -137,12 +135,12 @@ class Reader:
 
         Args:
             files: The files to read.
-            sample: The sample to read from the start of each file, or None for all rows.
-            strata: A sample of rows that are spread over all files, or None for all rows.
+            sample: How many rows to yield from the start of each file. None for all rows.
+            strata: Which rows to yield, spread over all files. None for all rows.
             chunk: The maximum size of the chunks of text files.
 
         Returns:
-            None if `files` differ from this reader's files, or if a file has changed since this reader was opened.
+            None if `files` differ from this reader's files, for example because a file has changed.
         """
         if (*files,) != self.files:
             return None
@@ -170,10 +168,7 @@ class Reader:
 
     @property
     def is_sampled(self) -> bool:
-        """True if the reader yields only a sample of the rows.
-
-        Only the driver can then parse the chunks, because the rows before a sampled row must be counted.
-        """
+        """True if the reader yields only a sample of the rows. `chunks()` then yields parsed rows."""
         return self.sample is not None or self.strata is not None
 
     def chunks(self, columns: Sequence[str] | None = None) -> Iterator[InputChunk]:
@@ -251,8 +246,7 @@ class Reader:
     def shape(self) -> Shape:
         """Return "openai" if the first valid row is a line of an OpenAI batch file, else "table".
 
-        Only the first 512 rows are searched for a valid row. The sample size is ignored, since one row may be longer
-        than a sample.
+        Only the first 512 rows are searched for a valid row.
         """
         whole = replace(self, sample=None, sha256={})
         for batch in whole.batches(limit=512):

@@ -115,11 +115,6 @@ def _config(job: Path, spill: Path, memory: int) -> dict[str, str | bool | int |
 
 
 def _single_query(connection: duckdb.DuckDBPyConnection, sql: str, job: Path) -> str:
-    """Return the SELECT statement that an SQL text consists of, without its semicolon and comments after it.
-
-    Raises:
-        JobFileError: The text has several statements, or one that is not a SELECT.
-    """
     statements = connection.extract_statements(sql)
     if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
         raise _mistake(job, f"one SELECT is needed; found {len(statements)} statement(s), or something else")
@@ -133,7 +128,6 @@ def _single_query(connection: duckdb.DuckDBPyConnection, sql: str, job: Path) ->
 
 
 def _described(connection: duckdb.DuckDBPyConnection, query: str) -> list[tuple[str, str]]:
-    """Return the columns of a query as (name, DuckDB type) without running it."""
     return [(name, kind) for name, kind, *_ in connection.execute(f"DESCRIBE {query}").fetchall()]
 
 

@@ -17,7 +17,7 @@ BITS = 32  # bits per word of a mask, see batchinfer_kernels.mask
 
 
 class Phase(Enum):
-    """The phase of an answer whose model may reason first, and whose text after the reasoning follows a constraint."""
+    """How far an answer is that may begin with reasoning: first tokens, reasoning, marker after it, or final text."""
 
     BEGINNING = auto()  # the first tokens, which show if the answer reasons
     REASONING = auto()
@@ -57,13 +57,9 @@ class FreeMasks:
 class ReasonedConstraint:
     """The state of one answer whose model may reason first, and whose text after the reasoning may have a constraint.
 
-    If the model chooses whether to reason, the first mask allows the marker that begins reasoning and the first tokens
-    of the constrained answer.
-
     Args:
-        marks: The token sequences that begin and end reasoning and the answer.
-        inner: The constraint of the text after the reasoning, or None. With a constraint, the model cannot end the
-            answer while it reasons.
+        marks: The token sequences that begin and end the reasoning and the text after it.
+        inner: The constraint of the text after the reasoning, or None.
         free: The masks of tokens without a constraint.
         budget: The maximum number of reasoning tokens, after which the end of the reasoning is forced. None: no limit.
     """
@@ -94,10 +90,7 @@ class ReasonedConstraint:
 
     @property
     def needs_end(self) -> bool:
-        """True if an answer that is cut off at its token limit is invalid.
-
-        This holds for all answers with a constraint.
-        """
+        """True if the answer is invalid when it is cut off at its token limit: it has a constraint."""
         return self._inner is not None
 
     @property
@@ -165,13 +158,12 @@ class ReasonedConstraint:
         return (*forced, *gap, *self._inner.jump_forward())
 
     def write(self, bits: NDArray[np.int32]) -> None:
-        """Complete the mask of the next token, which depends on the reasoning.
+        """Write into `bits` which tokens may come next in the answer.
 
-        If the constraint `followed` has already written its mask, only markers of the reasoning are added to the mask.
-        Otherwise, the mask is overwritten with the tokens that the reasoning allows.
+        If `followed` is not None, the caller has already written the mask of that constraint to `bits`.
 
         Args:
-            bits: The mask of this answer: one bit per token id, in 32-bit words. A set bit allows the token.
+            bits: One bit per token id, in 32-bit words. A set bit allows the token.
         """
         forced = self._forced()
         if self._phase is Phase.ANSWER and self._inner is not None:

@@ -69,16 +69,6 @@ class ConstraintChecker:
         return result
 
     def _ask(self, params: SamplingParams, again: bool = False) -> str | Ended | None:
-        """Send a constraint to the child process and wait for its reply.
-
-        Args:
-            params: The parameters with the constraint.
-            again: False at the first try: a process that does not reply in time is ended. True at the second try: raise
-                Unavailable.
-
-        Returns:
-            The problem of the constraint, None if it has none, or an Ended if the process ended without a reply.
-        """
         child = self._child = self._child or self._start()
         with suppress(BrokenPipeError, ConnectionResetError):  # the process died, which `recv` reports
             child.connection.send(params)

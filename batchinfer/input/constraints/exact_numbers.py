@@ -46,7 +46,7 @@ def is_exact(value: Number) -> bool:
 
 
 def plain(value: Number) -> int | float:
-    """Convert an exact number (see `is_exact`) to int if it is whole, else to float. json writes both exactly."""
+    """Convert an exact number (see `is_exact`) to int if it is whole, else to float."""
     return int(value) if value == int(value) else float(value)
 
 
@@ -57,9 +57,9 @@ def inward(bound: Number, up: bool, *, excluded: bool = False, other: Number | N
 
     Args:
         bound: The bound of the schema.
-        up: True for a lower bound, which may only be moved up. False for an upper bound.
+        up: True for a lower bound, False for an upper bound.
         excluded: True if the bound is exclusive.
-        other: The opposite bound of the schema, or None. It limits how far a bound of 0 is moved.
+        other: The opposite bound of the schema, or None. If `bound` is 0, the result stays much closer to 0 than this.
 
     Raises:
         BadSchema: There is no such number.
@@ -88,7 +88,7 @@ def whole_inward(bound: Number, up: bool, excluded: bool) -> int:
 
     Args:
         bound: The bound of the schema.
-        up: True for a lower bound, which may only be moved up. False for an upper bound.
+        up: True for a lower bound, False for an upper bound.
         excluded: True if the bound is exclusive.
 
     Raises:
@@ -113,9 +113,9 @@ def check_multiple(value: Number) -> None:
 
 
 def check_multiples(values: Iterable[Number]) -> None:
-    """Raise BadSchema if the values of `multipleOf` that may apply to one number are too large together.
+    """Raise BadSchema if llguidance cannot check one number against all these values of `multipleOf`.
 
-    llguidance computes their least common multiple with 32 bits.
+    It computes their least common multiple with 32 bits.
     """
     exact = [_decimal(value) for value in {*values}]
     scale = max((0, *(-int(one.as_tuple().exponent) for one in exact)))
@@ -150,5 +150,4 @@ def _read_multiple(value: float) -> Decimal | None:
 
 
 def _decimal(value: Number) -> Decimal:
-    """Return the number as a Decimal with exactly the digits that `json.dumps` writes for it."""
     return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)

@@ -114,12 +114,12 @@ def compile_constraint(
 def check_grammar(params: SamplingParams, tokenizer: LLTokenizer | None = None) -> None:
     """Raise BadConstraint if the constraint of `params` cannot be compiled, or allows no first token.
 
-    A constraint that is nested too deeply overflows the stack and crashes the process. Engines compile with four times
-    the stack of this check, so a constraint that passes the check does not crash an engine.
+    A constraint that is nested too deeply crashes the calling process. Engines compile with a larger stack, so a
+    constraint that passes this check does not crash them.
 
     Args:
         params: The parameters with the constraint.
-        tokenizer: llguidance's tokenizer. None to check without one, and without the first token.
+        tokenizer: llguidance's tokenizer. None to check without one; the first token is then not checked.
     """
     if (problem := _problem(params)) is not None:
         raise BadConstraint(f"{params.constraint}: {_place(params)}{problem}")

@@ -17,12 +17,9 @@ if TYPE_CHECKING:
 class GrammarConstraint:
     """The state of one answer under a compiled grammar: which tokens the answer has, and which may come next.
 
-    Answers share a compiled grammar until their first token. Then each answer copies it, so a request that still waits
-    takes no memory.
-
     Attributes:
-        needs_end: True: an answer that is cut off at its token limit is invalid.
-        over: False: the grammar applies to the whole answer.
+        needs_end: Always True: an answer that is cut off at its token limit is invalid.
+        over: Always False: the grammar applies to the whole answer.
         begun: True if the answer has a token.
     """
 

@@ -88,10 +88,9 @@ class GrammarTokenizer:
         return token < self.vocab and token != self.end
 
     def asks_one(self, token: int, begun: bool) -> bool:
-        """Return True if llguidance alone can tell if this token may come next.
+        """Return True if llguidance's own check of a single token shows whether the token may come next.
 
-        Otherwise the caller must compute the mask of all tokens, because some tokens that llguidance allows are
-        excluded.
+        If False, it may allow tokens that are excluded here. The caller must then compute the mask of all tokens.
 
         Args:
             token: The token id.

@@ -34,7 +34,7 @@ _LONGEST = {"date-time": 32, "time": 21, "hostname": 253, "email": 254}
 
 
 def narrow_format(schema: dict[str, Any]) -> None:
-    """Restrict the texts that the keyword `format` of a schema allows to texts that Python and columns can represent.
+    """Restrict the keyword `format` of a schema, such as "date", to texts that Python and typed columns can represent.
 
     The schema is changed, but not its subschemas.
     """

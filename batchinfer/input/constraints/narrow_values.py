@@ -48,7 +48,6 @@ def _check_listed(schema: dict[str, Any]) -> None:
 
 
 def _exact_literal(value: Any, keyword: str) -> Any:
-    """Return the value of `enum` or `const` with its numbers as int or float. Raises BadSchema if one is not exact."""
     if isinstance(value, dict):
         return {name: _exact_literal(one, keyword) for name, one in value.items()}
     if isinstance(value, list):
@@ -108,12 +107,6 @@ def _set(schema: dict[str, Any], names: tuple[str, str], bound: float) -> None:
 
 
 def _tightest(schema: dict[str, Any], names: tuple[str, str]) -> tuple[Number, bool] | None:
-    """Return the tighter one of a schema's inclusive and exclusive bounds, as (bound, is exclusive), or None.
-
-    Args:
-        schema: The schema.
-        names: The keywords of the inclusive and the exclusive bound: minimum and exclusiveMinimum, or the maxima.
-    """
     sign = 1 if names is _LOWS else -1
     found: Iterator[tuple[Number, bool]] = ((schema[n], n == names[1]) for n in names if n in schema)
     return max(found, key=lambda one: (one[0] * sign, one[1]), default=None)

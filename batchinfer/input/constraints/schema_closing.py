@@ -21,9 +21,9 @@ _TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"))
 
 
 def is_closable(schema: dict[str, Any]) -> bool:
-    """Return True if `additionalProperties: false` may be added to a schema, which forbids unnamed properties.
+    """Return True if `additionalProperties: false` may be added to a schema, judging by the schema's own keywords.
 
-    The schema must name properties, and must not mention further properties itself.
+    It may if the schema lists `properties`, and has no keyword that concerns other properties, such as `$ref`.
     """
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not properties or _OPENS & schema.keys():
@@ -61,19 +61,18 @@ def combined_schemas(schemas: Iterable[dict[str, Any]], references: References) 
 def sort_alternatives(
     schemas: list[dict[str, Any]], references: References, combined: set[int]
 ) -> tuple[set[int], list[dict[str, Any]]]:
-    """Find each `oneOf` whose alternatives stay mutually exclusive when `additionalProperties: false` is added to them.
+    """Find the `oneOf` keywords of a document whose alternatives may get `additionalProperties: false`.
 
-    If they do not, it must not be added. A value that only the closed alternative rejects could then match two
-    alternatives of the user's schema.
+    They may if no value can match two alternatives of the user's schema.
 
     Args:
         schemas: All subschemas of the document.
         references: The references (`$ref`) of the document.
-        combined: The ids of the schemas from `combined_schemas`.
+        combined: The ids of schemas that must not get it, from `combined_schemas`.
 
     Returns:
-        The ids (`id()`) of all schemas within a `oneOf` that is not exclusive, and the schemas whose `oneOf` is
-        exclusive.
+        (ids, schemas). The ids (`id()`) of all schemas inside a `oneOf` whose alternatives must not get it, and the
+        schemas that have a `oneOf` whose alternatives may.
     """
     kept: set[int] = set()
     exclusive = [one for one in schemas if isinstance(one.get("oneOf"), list)]

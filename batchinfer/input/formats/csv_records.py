@@ -31,15 +31,15 @@ _FAULT_MESSAGES: dict[Fault, str] = {
 class CsvRecords:
     """Iterates over the records of a CSV file, without blank lines.
 
-    Each record is (number of its first line, its bytes without the line end or a RowProblem, its size in bytes). Of a
-    malformed record, only the first line becomes an error; the next line starts a new record.
+    Yields (number of the record's first line, its bytes without the line end, its size in bytes). For a malformed
+    record, there is a RowProblem in place of the bytes, and the next line starts a new record.
 
     Args:
         lines: The buffered file.
         dialect: The delimiter and the quote character.
         cap: The maximum length of a record in bytes.
-        cut: Called at the end of `lines`. Returns True if the file goes on there, because only a sample is read. An
-            unfinished record is then dropped.
+        cut: Returns True if only a sample of the file is read, and the file goes on after `lines`. An unfinished last
+            record is then dropped.
     """
 
     def __init__(self, lines: LineBuffer, dialect: CsvDialect, cap: int, cut: Callable[[], bool]) -> None:
@@ -57,10 +57,10 @@ class CsvRecords:
         return None if end is None else self._one(end)
 
     def blocks(self, size: ChunkSize) -> Iterator[tuple[int, bytes] | list[Found]]:
-        """Yield blocks of whole records as (number of the first line, lines). Each block can be parsed on its own.
+        """Yield all records of the file in blocks: (number of the first line, whole records as unparsed lines).
 
-        If a record is malformed or longer than a block, it is unclear where the records of the block end. The block is
-        then split here, and its records are yielded as a list.
+        If the end of a block cannot be found quickly, for example because a record is malformed, a list of single
+        records is yielded instead.
 
         Args:
             size: The maximum size of a block.
@@ -123,6 +123,7 @@ class CsvRecords:
     def _long(self, number: int, end: int) -> Found | None:
         # None: the record continues after the end of a sample
         lines, limit = self._lines, self._cap + _LINE_END
+        # A record whose quote is open at the same line end as an earlier record's ends like that record
         if self._open is None or not self._open.crossed(end):
             self._open = _OpenQuote(self._dialect, end + 1)
         fate, size = self._open.walk(lines, limit), self._open.at - lines.at
@@ -152,10 +153,7 @@ class _OpenQuote:
         self.at = self.stop = at
 
     def crossed(self, end: int) -> bool:
-        """Return True if the quoted field of this record is still open at the line end at position `end`.
-
-        A record whose quote is open at the same line end then ends in the same way as this record.
-        """
+        """Return True if the record's quoted field is still open at the line end at position `end` of the file."""
         return self._fate == "never" or self.at > end + 1 or (self._fate is None and self.at == end + 1)
 
     def walk(self, lines: LineBuffer, limit: int) -> Fault | Literal["closed"] | None:

@@ -203,7 +203,6 @@ def _skip_blank(lines: LineBuffer, most: int) -> bool:
 
 
 def _fields(record: str, dialect: CsvDialect, columns: int) -> Fields:
-    """Return the fields of a record. Raises RowProblem if their number is not `columns`."""
     many = record.count(dialect.delimiter) > columns + _SPARE  # too many fields, or delimiters within quotes
     fields = [] if many and dialect.count(record) != columns else dialect.split(record)
     if len(fields) != columns:

@@ -37,7 +37,7 @@ class DoubtfulColumns:
     Args:
         wide: The names of top-level columns that may have very large values.
         shared: The paths of columns that may unpack to far more than the file's size.
-        rows_at_once: The number of rows whose dictionary-encoded values take about 64 MiB.
+        rows_at_once: The number of rows to read at a time while values are still dictionary-encoded.
     """
 
     wide: frozenset[str]

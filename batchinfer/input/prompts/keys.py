@@ -22,17 +22,14 @@ _CONSTRAINED = tuple(f'"{name}":' for name in CONSTRAINTS)
 class WorkKeys:
     """Computes the work keys of requests that have the same settings and sampling parameters.
 
-    A value at its default does not enter the hash, so a new option leaves the keys of requests without it unchanged.
-    CONSTRAINT_RULES only enters the keys of requests with a constraint. Each part is preceded by its length, so
-    different requests never hash the same bytes.
-
     Args:
         context: The settings of the job that determine answers: model, dtype and so on.
-        params_json: The sampling parameters as JSON, without defaults.
+        params_json: The sampling parameters as JSON, without values at their default.
     """
 
     def __init__(self, context: bytes, params_json: str) -> None:
         self._before = _part(context) + _part(params_json.encode())
+        # What a request does not use does not enter its hash, so a new option leaves old keys unchanged
         constrained = any(name in params_json for name in _CONSTRAINED)
         self._behind = _part(f"constraint rules {CONSTRAINT_RULES}".encode()) if constrained else b""
 
@@ -62,6 +59,7 @@ def work_key(context: bytes, params_json: str, tokens: bytes, occurrence: int = 
 
 
 def _part(data: bytes) -> bytes:
+    # Each part is preceded by its length, so different requests never hash the same bytes
     return len(data).to_bytes(8, "little") + data
 
 

@@ -150,10 +150,7 @@ def _problem_of_argument(
 
 
 def check_templates(job: Job) -> None:
-    """Raise JobFileError if the job's template `prompt.system` or `prompt.user` does not compile.
-
-    Syntax was checked before.
-    """
+    """Raise JobFileError if the job's template `prompt.system` or `prompt.user` does not compile."""
     for name in ("system", "user"):
         source = getattr(job.prompt, name, None)
         fault = template_fault(row_environment(), source) if source is not None else None

@@ -46,9 +46,9 @@ BULK = -1  # reported while the worker tokenises a batch of prompts
 
 
 def checking(row: int) -> int:
-    """Return the number that a render worker reports while it waits for the check of a row's constraint.
+    """Return the number that a render worker reports in place of a row number while it checks the row's constraint.
 
-    It tells the parent process to wait longer than for other work. Numbers of rows being rendered are not negative.
+    It is negative, so the parent process allows more time than for a row.
 
     Args:
         row: The number of the row.
@@ -559,16 +559,10 @@ class _FinishedPrompts:
 
 
 class _FinishedRung:
-    """Collects the requests of one further attempt (a rung of the ladder), one per prompt.
-
-    Attributes:
-        rung: The changes of sampling parameters for this attempt.
-        numbers: A cache. Maps (number of a row's parameters, how its prompt ends) to (number of the parameters of the
-            attempt or None, their max_tokens).
-    """
-
     def __init__(self, rung: Rung) -> None:
         self.rung = rung
+        # A cache from (number of a row's parameters, how its prompt ends) to (number of the attempt's parameters or
+        # None, their max_tokens)
         self.numbers: dict[tuple[int, int], tuple[int | None, int]] = {}
         self._params_of: list[int] = []
         self._max_tokens: list[int] = []

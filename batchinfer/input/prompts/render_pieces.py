@@ -32,16 +32,16 @@ _ONE = np.zeros(1, np.int32)
 
 
 class RowPieces:
-    """The rows of a chunk, divided into pieces that render workers prepare in order.
+    """The rows of a chunk, divided into pieces that a render worker prepares in order.
 
-    At first the chunk is one piece. If a worker process dies or hangs, pieces are split to find the row at fault.
+    At first the chunk is one piece. If the worker dies or hangs, pieces are split to find the row at fault.
 
     Args:
-        rows: The maximum number of rows of the chunk. Only the last piece may turn out to have fewer rows.
+        rows: The maximum number of rows of the chunk.
         fields: The values to take from a row.
 
     Attributes:
-        blamed: The number of consecutive rows at fault, up to the present piece.
+        blamed: The number of consecutive rows up to the present piece that killed or hung a worker.
     """
 
     def __init__(self, rows: int, fields: RowFields) -> None:
@@ -59,18 +59,15 @@ class RowPieces:
         return self._left[0]
 
     def fits(self, rows: int) -> bool:
-        """Return True if `rows` is a possible number of rows for the present piece.
-
-        It must have the expected number. Only at the end of the chunk it may have fewer rows.
-        """
+        """Return True if the present piece may have this number of rows: as expected, or fewer if it is the last piece."""
         return rows == len(self.present) or (rows < len(self.present) and len(self._left) == 1)
 
     def done(self, reply: PreparedRows) -> bool:
         """Record the prepared rows of the present piece, and move on to the next piece.
 
         Returns:
-            True if the rows were recorded. False if some ran out of memory, maybe because of other rows: the piece is
-            then split, and each of these rows is prepared again alone.
+            False if preparing some of the rows ran out of memory. The piece is then split, and each of these rows is
+            prepared again alone.
         """
         piece = self.present
         short = [at for at, error in sorted(reply.prompts.errors.items()) if error.code == _OF_MEMORY]
@@ -86,8 +83,6 @@ class RowPieces:
     def accuse(self, row: int) -> None:
         """Split the present piece, because a worker process died or hung at a row. The row is prepared again alone.
 
-        The row may not be the cause of the failure.
-
         Args:
             row: The number of the row in the present piece, from 0.
         """
@@ -96,7 +91,7 @@ class RowPieces:
     def blame(self, code: str, message: str) -> None:
         """Make the only row of the present piece an error row, because it killed or hung a worker process again.
 
-        The row is read again to get its id and carried columns. If that kills the process too, it has none.
+        The row is only read again, for its id and carried columns. If that fails too, they are null.
 
         Args:
             code: The code of the row's error.

@@ -95,9 +95,8 @@ class RenderPool(Generic[Tag]):
         """Prepare chunks in parallel, and yield (tag, prepared rows) in the order of the chunks.
 
         Args:
-            chunks: For each chunk, a tag of the caller, the chunk, and the maximum number of rows to read. A None
-                instead of a chunk is a barrier: the next chunk is only requested when the rows of all earlier chunks
-                were yielded.
+            chunks: (tag, chunk, maximum number of rows to read) for each chunk; `tag` is any object of the caller.
+                None is a barrier: the next chunk is only requested when the rows of all earlier chunks were yielded.
         """
         under_way: deque[_ChunkWork[Tag]] = deque()
         for given in chunks:

@@ -307,9 +307,6 @@ def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, 
 class _Report:
     """Reports the current row to the parent, and sets a timer with which the kernel kills this process if it hangs.
 
-    Setting the timer is as slow as parsing a row. It is therefore only set again after a part of the limit has passed,
-    and a row may get that part in addition.
-
     Args:
         at: The shared number of the current row.
         spec: The settings of the worker.
@@ -324,6 +321,7 @@ class _Report:
         self._at.value = row
         kind = 0 if row >= 0 else 1
         now = monotonic()  # the CPU time of one thread does not pass faster than this clock
+        # Setting the timer is as slow as parsing a row, so a row may get some spare time instead
         if kind != self._kind or now > self._until:
             limit = self._spec.timeout_s(row)
             spare = limit / _SPARE

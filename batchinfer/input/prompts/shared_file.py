@@ -31,10 +31,10 @@ def shared_file() -> int:
 
 
 def put(file: int, data: bytes) -> None:
-    """Write data to a file from `shared_file`, over earlier data.
+    """Write bytes to a file that `shared_file` created, for `take`. Earlier bytes are overwritten.
 
     Raises:
-        Unavailable: The system allows no file of this size.
+        Unavailable: There is not enough memory, or the system allows no file of this size.
     """
     left = memoryview(data)
     at = BULK_AT
@@ -50,9 +50,9 @@ def put(file: int, data: bytes) -> None:
 
 
 def take(file: int, size: int) -> bytes:
-    """Return the first `size` bytes that `put` wrote to a file from `shared_file`.
+    """Return the first `size` bytes that `put` wrote to a file that `shared_file` created.
 
-    It returns fewer bytes if another process has truncated the file. A large file is truncated here to free its memory.
+    The result is shorter if another process has truncated the file. A large file is emptied to free its memory.
     """
     parts, at = [], BULK_AT
     while size > 0 and (part := os.pread(file, size, at)):

@@ -13,12 +13,13 @@ _SURROGATES: Range = (0xD800, 0xDFFF)
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    r"""A set of characters: ranges of code points and Unicode properties, or their complement, without surrogates.
+    r"""A set of characters: ranges of code points and Unicode properties, or all other characters. No surrogates.
 
     Args:
         ranges: The ranges (first code point, last code point) in ascending order. They neither overlap nor touch.
         properties: Unicode properties in the syntax of Rust's crate regex, such as `\p{L}`.
-        negated: True for the complement. A set without properties is never negated: its ranges are the complement.
+        negated: True if the set has all characters that neither `ranges` nor `properties` contain. Always False
+            without properties.
     """
 
     ranges: tuple[Range, ...]
@@ -42,7 +43,7 @@ class Chars:
 
     @property
     def known(self) -> bool:
-        """True if the set consists of ranges only. If it has Unicode properties, its members are unknown here."""
+        """True if `ranges` lists all characters of the set: it has no Unicode properties."""
         return not self.properties
 
     @property

@@ -26,12 +26,9 @@ def engine_pattern(pattern: str) -> str:
 def engine_pattern_in_json(pattern: str) -> tuple[str, bool]:
     """Translate a regular expression from ECMAScript to Rust's crate regex, to match anywhere in a JSON string.
 
-    llguidance 1.9 has a defect: a set with all control characters also matches quotes and backslashes. U+0000 is
-    removed from such a set, unless it contains quotes and backslashes anyway.
-
     Returns:
-        The translated expression, and True if U+0000 was removed, so that the expression matches fewer texts than the
-        pattern.
+        (translated expression, True if it matches fewer texts than the pattern). The character U+0000 is removed from
+        most sets of characters, because llguidance 1.9 has a defect.
 
     Raises:
         BadPattern: The pattern is invalid or unsupported.
@@ -75,6 +72,7 @@ class _JsonSyntaxMaker(_SyntaxMaker):
         return super().text(text)
 
     def chars(self, chars: Chars) -> str:
+        # In llguidance 1.9, a set with all control characters also matches quotes and backslashes
         if not _has_null(chars) or (chars.known and chars.holds('"') and chars.holds("\\")):
             return super().chars(chars)
         self.narrowed = True

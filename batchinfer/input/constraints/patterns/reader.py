@@ -42,14 +42,12 @@ class Maker(Protocol[T]):
         ...
 
     def open_ended(self, part: T, before: bool, behind: bool) -> T:
-        """Return the result for the first or last part of the expression if it has no anchor there.
-
-        If the expression is searched anywhere in a text, other text may precede or follow this part.
+        """Return the result for a part at the start or the end of the expression, where the match may be within a text.
 
         Args:
             part: The result for the part.
-            before: True if the part is the first one and has no `^`.
-            behind: True if the part is the last one and has no `$`.
+            before: True if other text may precede it: the part is the first one and has no `^`.
+            behind: True if other text may follow it: the part is the last one and has no `$`.
         """
         ...
 

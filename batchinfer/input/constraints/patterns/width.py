@@ -36,7 +36,7 @@ def pattern_width(pattern: str, written: BytesOf, *, searched: bool) -> int:
 
     Args:
         pattern: The regular expression.
-        written: Returns the maximum number of bytes of a character in a range of code points.
+        written: Returns the maximum number of bytes of a character in a range of code points, such as `plain`.
         searched: True if the pattern may match anywhere in the text unless it has ^ and $, as in a JSON Schema.
 
     Raises:

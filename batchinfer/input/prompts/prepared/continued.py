@@ -21,9 +21,8 @@ Ids = Sequence[int]
 class ContinuedPrompts:
     """Finds the tokens of continuations after a prompt, and appends them to the tokens of the prompt.
 
-    The tokenizer may merge the end of the prompt with the start of a continuation. Therefore prompt and continuation
-    are encoded as one text. The continuation begins at the first token that differs from the tokens of the prompt
-    alone, or from the prompt's tokens with another continuation.
+    Prompt and continuation are encoded as one text, since the tokenizer may merge the end of the prompt with the start
+    of the continuation.
 
     Args:
         tokenizer: The tokenizer of the checkpoint.
