@@ -68,8 +68,7 @@ class ReadOptions:
         columns: The names of the columns to read, or None for all. A format that cannot skip columns ignores it.
         sample_bytes: The approximate number of decompressed bytes of a text file to read; None to read all.
         chunk: The maximum size of the chunks of text files.
-        wide: Per file, the columns with values so large that only a few rows may be unpacked at a time. All readers of
-            a run share this dict, so each file is examined once.
+        wide: A cache that all readers of a run share: per file, the columns with very large values.
     """
 
     text: TextOptions = DEFAULT_TEXT

@@ -15,8 +15,7 @@ UTF16 = frozenset({"utf-16", "utf-16-le", "utf-16-be"})
 def as_utf8(path: str, chunks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
     """Decode chunks of a text file from `encoding` and yield them as UTF-8.
 
-    An undecodable byte is written as a surrogate. Since UTF-8 has no surrogates, parsing the row fails later, and only
-    this row becomes an error.
+    A byte that cannot be decoded becomes invalid UTF-8, so that only its row becomes an error row.
 
     Args:
         path: The path of the file, for messages.

@@ -22,8 +22,8 @@ _SLICE_BYTES = 4 << 20  # maximum unpacked size of a chunk with more than one ro
 def declared_schema(path: str, schema: pa.Schema) -> pa.Schema:
     """Return the schema of an input file with the types that its columns get in the results, without metadata.
 
-    View types become the plain types. Dictionaries of texts get 32-bit indices without an order, as Parquet reads them.
-    Other dictionaries become the type of their values.
+    View types become the plain types. Dictionaries of texts stay dictionaries, with 32-bit indices; other dictionaries
+    become the type of their values.
 
     Args:
         path: The path of the file, for messages.
@@ -113,10 +113,7 @@ def table_rows(file: str, part: pa.RecordBatch, first: int, bytes_read: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedRows(InputChunk):
-    """A chunk of a typed format (Parquet, Arrow), with its rows in an Arrow table.
-
-    While the chunk is sent to another process, it has no table; the table is sent separately as an Arrow stream.
-    """
+    """A chunk of a typed format (Parquet, Arrow), with its rows in an Arrow table."""
 
     def pack(self) -> tuple[Self, bytes]:
         """Return a copy of the chunk without its table, and the table as an Arrow stream."""

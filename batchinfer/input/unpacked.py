@@ -114,10 +114,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def fixed_width(kind: pa.DataType) -> int:
-    """Return the bytes that each value of a fixed-size binary, list or struct type takes, even if it is null.
-
-    0 for all other types.
-    """
+    """Return the bytes that each value of a fixed-size binary, list or struct type takes. 0 for all other types."""
     if isinstance(kind, pa.BaseExtensionType):
         return fixed_width(kind.storage_type)
     if pa.types.is_fixed_size_binary(kind):

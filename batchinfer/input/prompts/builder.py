@@ -151,10 +151,10 @@ class Draft(NamedTuple):
         masks: Texts in the row that look like special tokens, by the placeholder that replaces each in `text`. They are
             tokenised as plain text.
         unread: The names of the row's arguments that the chat template does not read.
-        tools: The row's tools as JSON text that `known_tools` reads.
-        continuations: The texts or tokens to score after the prompt; for a pair, the document. (): all tokens of the
-            prompt except the first are scored. None: nothing is scored.
-        labels: The row's own labels as a JSON list.
+        tools: The row's tools as JSON text in the format of `known_tools`, or None.
+        continuations: The texts or tokens to score after the prompt; for a pair, the document. (): score the prompt
+            itself, except its first token. None: score nothing.
+        labels: The row's own labels as a JSON list, or None.
         samples: The number of answers that the row asks for; 0 for the job's number.
         dimensions: The size of its embeddings; 0 for the job's size.
         further: Further inputs of an embedding request, as texts or token ids. Each becomes a request of its own.
@@ -573,10 +573,7 @@ def check_labels(column: str, value: Any) -> list[str]:
 
 
 def check_token_ids(value: Any) -> list[int]:
-    """Return a prompt's token ids as a list. Raises RowProblem if the value is no list of non-negative integers.
-
-    The vocabulary is not checked here.
-    """
+    """Return a prompt's token ids as a list. Raises RowProblem if the value is no list of non-negative integers."""
     if value is None:
         raise RowProblem("prompt_missing", "the token ids are null or missing")
     if not isinstance(value, list):

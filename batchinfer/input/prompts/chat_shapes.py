@@ -220,7 +220,7 @@ class ChatShapes:
     """Renders conversations with a chat template, faster than the template itself.
 
     A template is rendered once per sequence of roles. For other conversations with these roles, contents are inserted
-    into the recorded text if the result is certainly equal; else the template is rendered.
+    into the recorded text if the result is certainly equal.
 
     Attributes:
         shortcuts: The number of conversations that were not rendered by the template.

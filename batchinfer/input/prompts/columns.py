@@ -92,8 +92,7 @@ class Columns:
     def check_all_seen(self, failed: int = 0) -> None:
         """Raise JobFileError if no row of the input has a column that the job names. Called after all rows were read.
 
-        A template may skip a column in an `if`. A column that only templates name is therefore reported only if all
-        rows failed, or if another column is missing, too.
+        A column that only templates name may be missing, unless all rows failed.
 
         Args:
             failed: The number of rows that failed.

@@ -41,7 +41,7 @@ def with_reasoning(most: int, budget: int | None, reasoning: Reasoning | None) -
 
     Args:
         most: The maximum number of tokens of the answer without reasoning.
-        budget: The maximum number of tokens of the reasoning; None means that only the context limits it.
+        budget: The maximum number of tokens of the reasoning. None: only the context length limits it.
         reasoning: How the checkpoint marks its reasoning, or None if it does not reason.
     """
     if reasoning is None or reasoning.tokens is None:

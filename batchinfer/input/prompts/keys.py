@@ -29,7 +29,7 @@ class WorkKeys:
 
     def __init__(self, context: bytes, params_json: str) -> None:
         self._before = _part(context) + _part(params_json.encode())
-        # What a request does not use does not enter its hash, so a new option leaves old keys unchanged
+        # An option that a request does not set stays out of its hash, so new options leave old keys unchanged
         constrained = any(name in params_json for name in _CONSTRAINED)
         self._behind = _part(f"constraint rules {CONSTRAINT_RULES}".encode()) if constrained else b""
 

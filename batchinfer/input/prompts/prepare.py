@@ -435,14 +435,6 @@ class _Drafts:
 
 
 class _FinishedPrompts:
-    """Collects tokenised prompts in the order of their rows, and computes their work keys.
-
-    Args:
-        context: The settings of the job that enter every work key.
-        reasoned: Sets the parameters that depend on the checkpoint's reasoning.
-        ladder: The changes of sampling parameters for the further attempts at a row.
-    """
-
     def __init__(self, context: bytes, reasoned: ReasonedRows, ladder: Sequence[Rung]) -> None:
         self._context, self._reasoned = context, reasoned
         self._rungs = [_FinishedRung(rung) for rung in ladder]

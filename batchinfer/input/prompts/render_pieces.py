@@ -59,7 +59,7 @@ class RowPieces:
         return self._left[0]
 
     def fits(self, rows: int) -> bool:
-        """Return True if the present piece may have this number of rows: as expected, or fewer if it is the last piece."""
+        """Return True if the present piece may have this number of rows: as expected, or fewer if it is the last."""
         return rows == len(self.present) or (rows < len(self.present) and len(self._left) == 1)
 
     def done(self, reply: PreparedRows) -> bool:

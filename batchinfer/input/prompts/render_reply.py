@@ -150,10 +150,7 @@ class _ReplyParts:
         return found
 
     def openings(self, count: int) -> NDArray[np.int8]:
-        """Read the next part of a reply: how each of `count` prompts ends.
-
-        NO_MARKER, OPEN and CLOSED are in core/reasoning.
-        """
+        """Read the next part of a reply: how each of `count` prompts ends (NO_MARKER, OPEN or CLOSED)."""
         found = np.frombuffer(self.next(), np.int8)
         if len(found) != count or not np.isin(found, (NO_MARKER, OPEN, CLOSED)).all():
             raise ValueError("the ends of prompts do not match the rows")
@@ -174,8 +171,10 @@ class _ReplyParts:
     def further(self, prompts: Prepared, vocab_size: int) -> FurtherPrompts:
         """Read the next parts of a reply: the further prompts of embedding requests with several inputs.
 
+        Raises ValueError if they are invalid.
+
         Args:
-            prompts: The first prompts of all rows. Their numbers of answers must agree with the numbers of prompts.
+            prompts: The first prompts of all rows.
             vocab_size: The number of token ids of the model.
         """
         rows, counts, tokens = (

@@ -87,7 +87,7 @@ class RenderWorker:
 
     Args:
         spec: The settings of the worker.
-        definition: The descriptor of a file with the tokenizer as the text of a tokenizer.json.
+        definition: The descriptor of a file that contains the text of the tokenizer.json.
         events: The selector in which the worker registers its connection.
     """
 
@@ -152,10 +152,7 @@ class RenderWorker:
         return self._receive(size)
 
     def look(self) -> None:
-        """Replace the process if it has reported no new row for too long in wall time.
-
-        The limit is several times the limit on CPU time, since a process may have to wait for a CPU.
-        """
+        """Replace the process if it has reported no new row for several times its time limit."""
         if self.idle:
             return
         if self._at.value != self._seen:
@@ -277,7 +274,7 @@ def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, 
         spec: The settings of the worker.
         shared: The descriptor of a file that both processes share. It has the number of the current row, and carries
             large data in both directions.
-        definition: The descriptor of the file with the tokenizer as the text of a tokenizer.json.
+        definition: The descriptor of a file that contains the text of the tokenizer.json.
         pipe: The connection to the parent.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are as many workers as cores

@@ -15,8 +15,8 @@ class Resolved(NamedTuple):
     """A rendered prompt that distinguishes special tokens of the template from equal texts in the row.
 
     Attributes:
-        text: The text of the prompt. Where the row has a text that looks like a special token, it has a placeholder.
-        masks: The text of the row for each placeholder, or None without any.
+        text: The prompt, in which a placeholder replaces each text of the row that looks like a special token.
+        masks: The replaced text for each placeholder, or None without any.
     """
 
     text: str
@@ -26,8 +26,8 @@ class Resolved(NamedTuple):
 class TemplateSpecials:
     """Distinguishes the special tokens that a template writes from equal texts in rows.
 
-    Texts in rows are tokenised as plain text. Before rendering, the special tokens of the template are replaced by
-    marks. They contain a random secret, so no row can contain a mark.
+    Before rendering, `mark` replaces the special tokens in the template by random texts, which rows cannot contain.
+    After rendering, `resolve` restores them.
 
     Args:
         pattern: Matches the special tokens of the checkpoint.
@@ -39,7 +39,7 @@ class TemplateSpecials:
         self._marks: dict[str, str] = {}
 
     def mark(self, tree: nodes.Template) -> None:
-        """Replace the special tokens in the texts of a parsed template by marks, in place."""
+        """Replace the special tokens in a parsed template, in place, by texts that `resolve` recognises."""
         for data in tree.find_all(nodes.TemplateData):
             data.data = self._mark_text(data.data)
         for constant in tree.find_all(nodes.Const):
@@ -47,9 +47,9 @@ class TemplateSpecials:
                 constant.value = self._mark_text(constant.value)
 
     def resolve(self, text: str) -> Resolved:
-        """Restore the special tokens that were marked, in a rendered text.
+        """Restore the special tokens of the template in a rendered text, and replace equal texts of the row.
 
-        Equal texts that come from the row are replaced by placeholders first.
+        Placeholders replace them; see Resolved.
         """
         if self._pattern.search(text) is None:
             return Resolved(self._unmark_text(text), None)

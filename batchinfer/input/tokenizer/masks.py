@@ -12,7 +12,7 @@ def masks_for(value: Any, pattern: re.Pattern[str]) -> dict[str, str]:
     """Choose a placeholder (mask) for each text in a row's value that looks like a special token.
 
     While a template is rendered, the placeholder replaces the text, so that the tokenizer does not take the text for a
-    special token. It contains a digest of the value, so no text in the value can contain it.
+    special token.
 
     Args:
         value: A JSON value of the row.

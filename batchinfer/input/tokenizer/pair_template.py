@@ -26,8 +26,8 @@ class PairTemplate:
         before: Tokens before the first text.
         between: Tokens between the texts.
         behind: Tokens after the second text.
-        typed: The number of tokens in `between` that have type 0. All tokens after them have type 1. None: all tokens
-            of the pair have type 0.
+        typed: The number of tokens in `between` that have type 0, as the first text. The other tokens in `between`,
+            and all after them, have type 1. None: all tokens of the pair have type 0.
     """
 
     before: tuple[int, ...]

@@ -16,7 +16,7 @@ from batchinfer.input.tokenizer.tokenizer import Tokenizer
 class ReasonedRows:
     """Adapts the sampling parameters of rows to the reasoning that precedes an answer.
 
-    Some chat templates begin or end the reasoning in the prompt already, which is found by the prompt's tokens.
+    Some chat templates begin or end the reasoning already in the prompt.
 
     Args:
         reasoning: How the checkpoint marks its reasoning, or None if it does not reason.

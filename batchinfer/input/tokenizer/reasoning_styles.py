@@ -61,9 +61,9 @@ def find_reasoning(setting: Marks, tokenizer: Tokenizer) -> Reasoning | None:
 
 
 def marks_before_calls(style: Reasoning, tokenizer: Tokenizer) -> ReasoningTokens | None:
-    """Return the markers of reasoning that a tool call follows, if a final answer follows other markers.
+    """Return the markers of reasoning before a tool call, if they differ from the markers before a final answer.
 
-    In gpt-oss, tool calls are in another channel than final answers, so the reasoning ends with another header.
+    They differ for gpt-oss.
 
     Args:
         style: How the checkpoint marks its reasoning.
@@ -97,8 +97,8 @@ def _with_tokens(style: Reasoning, tokenizer: Tokenizer) -> Reasoning:
 class PromptEnds:
     """Finds prompts that end within reasoning, or after it.
 
-    Only the last added token of a prompt counts. If it belongs to a marker, plain text may follow: the start of the
-    answer. If it is another token, such as the start of a turn, earlier markers belong to earlier answers.
+    Only the last added token of a prompt (a special token or a marker such as `<think>`) counts, since earlier markers
+    belong to earlier answers.
 
     Args:
         tokens: The markers that begin and end reasoning.

@@ -15,9 +15,6 @@ _INCOMPLETE = "\ufffd"  # the decoded text of an incomplete character
 class StopStrings:
     """Searches the answer of one sequence for stop strings, token by token.
 
-    The text of an answer is `rust.decode(all ids, skip_special_tokens=True)`. Decoding it for every token would take
-    quadratic time. Therefore tokens are decoded one by one, and the whole answer only to confirm a stop string.
-
     Args:
         rust: The `tokenizers.Tokenizer`.
         stops: The non-empty stop strings.
@@ -50,6 +47,7 @@ class StopStrings:
         self._held = [] if text else [*self._held, token_id]
         if len(self._ids) < self._min_tokens:
             return None
+        # Decoding all ids for every token would take quadratic time, so that only confirms a stop string
         if not text:  # the stream waits for the rest of a character, and may also withhold complete ones
             return self._cut() if self._decoded(self._held).strip(_INCOMPLETE) else None
         seen = self._tail + text
@@ -76,7 +74,7 @@ class StopStrings:
 def stop_streams(rust: Any) -> Callable[[SamplingParams], Callable[[int], int | None]]:
     """Return a function that starts the search for stop strings in the answer of a sequence.
 
-    The function takes the sampling parameters of the sequence, and returns the method `push` of a new StopStrings.
+    It takes the sampling parameters of the sequence, and returns the method `push` of a new StopStrings.
 
     Args:
         rust: The `tokenizers.Tokenizer`.

@@ -15,8 +15,6 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte token of a vocabulary with by
 class TokenTexts:
     """Decodes single tokens to texts or bytes, with a cache.
 
-    A token is decoded after a letter, since decoders strip a space at the beginning of a text.
-
     Args:
         rust: The `tokenizers.Tokenizer`.
         specials: The ids of its special tokens.
@@ -25,6 +23,7 @@ class TokenTexts:
     def __init__(self, rust: Any, specials: Iterable[int]) -> None:
         self._rust = rust
         self.specials = frozenset(specials)
+        # Tokens are decoded after a letter, since decoders strip a space at the beginning of a text
         letters = (rust.token_to_id(letter) for letter in ascii_letters)
         self._before: list[int] = next(([token] for token in letters if token is not None), [])
         self._prefix = self._decoded([self._before])[0]

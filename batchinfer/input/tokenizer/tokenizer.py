@@ -94,7 +94,7 @@ class Tokenizer:
 
     @property
     def gives_types(self) -> bool:
-        """True if the model takes token types (segments). Only a checkpoint that lists its inputs can exclude them."""
+        """True if the model takes token types (segments), or if the checkpoint does not list the model's inputs."""
         return not isinstance(self._inputs, list) or "token_type_ids" in self._inputs
 
     @property
@@ -167,13 +167,11 @@ class Tokenizer:
 class SegmentEncoder:
     """Encodes prompts in which some texts look like special tokens, but must be encoded as plain text.
 
-    These texts have been replaced by placeholders. A prompt is split at its special tokens, and the text between them
-    is encoded as plain text. The tokenizer itself splits texts at special tokens, so all other texts get the same
-    tokens.
+    Placeholders have replaced these texts in the prompt.
 
     Args:
         definition: The tokenizer as the text of a tokenizer.json.
-        added: The special tokens of `tokenizers` by text.
+        added: The special tokens as objects of `tokenizers`, by text.
         specials: The ids of the special tokens by text.
         pattern: Matches the special tokens.
     """
@@ -210,6 +208,7 @@ class SegmentEncoder:
         return whole[:at], whole[at + len(plain) :]
 
     def _encoded(self, text: str, masks: dict[str, str]) -> list[int]:
+        # The tokenizer, too, splits texts at special tokens, so all other texts get the same tokens
         ids: list[int] = []
         pieces = self._pattern.split(text)
         for index, piece in enumerate(pieces):

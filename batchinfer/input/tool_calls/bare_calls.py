@@ -36,8 +36,7 @@ def bare_calls(text: str, tools: KnownTools | None) -> FoundCalls:
 
     Args:
         text: The answer.
-        tools: The row's tools. If they are unknown (None), calls must be the whole answer, or all of it after
-            `PYTHON_TAG`: any other object with a name could be meant as text.
+        tools: The row's tools. None if they are unknown; an answer with text other than calls then has no calls.
 
     Returns:
         The calls, and the remaining text.

@@ -28,7 +28,7 @@ class _Frame:
     names: Sequence[str]
 
     def alternatives(self, before: str = "", behind: str = "", joint: str = "") -> str:
-        """Return a grammar rule that matches a call of any of the tools, as text, name, text, arguments and text.
+        """Return a grammar rule that matches a call of any of the tools: `before`, name, `joint`, arguments, `behind`.
 
         Args:
             before: The text before the name.
@@ -49,12 +49,12 @@ class _Frame:
         return self.alternatives('{"name": "', "}", f'", "{arguments}": ')
 
     def marked(self, before: str, mark: str, behind: str = "") -> str:
-        """Return a grammar rule that matches a call of any of the tools, as text, name, marker, text and arguments.
+        """Return a grammar rule that matches a call of any of the tools: `before`, name, `mark`, `behind`, arguments.
 
         Args:
             before: The text before the name.
             mark: The marker after the name, such as a special token.
-            behind: The text after the marker.
+            behind: The text between the marker and the arguments.
         """
         return " | ".join(
             " ".join(filter(None, (_text(before + name), self.mark(mark), _text(behind), f"a{number}")))
@@ -72,8 +72,7 @@ def call_grammar(
         tools: The tools that may be called, as in OpenAI's API.
         tokenizer: The tokenizer of the checkpoint. Its special tokens are tokens in the grammar.
         single: True if the answer must be exactly one call, False for one or more.
-        reasons: True if the answer reasons first. In the harmony style of gpt-oss, the end of the reasoning then
-            includes the start of the header of a call.
+        reasons: True if the answer reasons first.
 
     Returns:
         None if grammars of this style are not supported.

@@ -47,7 +47,7 @@ class _Message(NamedTuple):
 def without_calls(
     answers: Sequence[list[int]], style: CallStyle, detokenizer: ShowingDetokenizer
 ) -> list[AnswerWithCalls]:
-    """Extract the tool calls from answers of gpt-oss, whose messages have headers (the harmony format).
+    """Extract the tool calls from answers of gpt-oss, which write them as messages to functions (the harmony format).
 
     A message to a function stays in the answer if its content is not a JSON object.
 

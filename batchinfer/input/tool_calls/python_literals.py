@@ -24,10 +24,7 @@ _ESCAPED = re.compile(
 
 
 def python_value(text: str) -> str | None:
-    """Translate a dict or list in Python's syntax to JSON text. Return None for any other text.
-
-    The text is translated token by token, since Python's own parser may exhaust its stack on hostile text.
-    """
+    """Translate a dict or list in Python's syntax to JSON text. Return None for any other text."""
     text = text.strip(" \t\n\r")
     if not text.startswith(("{", "[")):
         return None

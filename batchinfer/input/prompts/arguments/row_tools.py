@@ -19,9 +19,12 @@ class RowTools:
         self._last: tuple[Sequence[Mapping[str, Any]], str] | None = None
 
     def of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the tools among a row's template arguments as JSON text that `known_tools` reads.
+        """Return the tools among a row's template arguments as JSON text in the format of `known_tools`.
 
         None without tools.
+
+        Args:
+            arguments: The template arguments of the row, in which `tools` may be a list of tools.
         """
         tools = arguments.get(TOOLS)
         if not tools:

@@ -18,7 +18,7 @@ KEY_TYPE = np.dtype("V32")  # the type of a work key
 
 @dataclass(slots=True)
 class PreparedRungs:
-    """The requests of one further attempt (a rung of the job's ladder) at n rows.
+    """The requests of one further attempt (an item of `on_invalid`) at n rows.
 
     Attributes:
         params_of: Per row, the position of its parameters in `Prepared.params`; -1 if the row gets no such attempt.
@@ -36,7 +36,7 @@ class OwnTexts(NamedTuple):
     """The tools or labels of n rows, as texts. They determine how the rows' answers are parsed.
 
     Args:
-        texts: The distinct texts: tools as JSON text that `known_tools` reads, or labels as a JSON list.
+        texts: The distinct texts: tools as JSON text in the format of `known_tools`, or labels as a JSON list.
         of: Per row the position of its text in `texts` plus 1, or 0 for none. Empty if no row has a text.
     """
 
@@ -127,10 +127,7 @@ class Prepared:
         return len(self.counts)
 
     def tokens_there(self) -> NDArray[np.int64]:
-        """Return per row how many tokens it has in `tokens`, shape (n,).
-
-        Reused rows have 0, since only their counts are known.
-        """
+        """Return the number of tokens in `tokens` that belong to each row, shape (n,): 0 for rows that were reused."""
         return np.zeros(len(self), np.int64) if self.reused else self.counts.astype(np.int64)
 
     def answers(self, usual: int) -> NDArray[np.int64]:
@@ -144,7 +141,7 @@ class Prepared:
         return np.where(self.samples > 0, self.samples, usual).astype(np.int64)
 
     def keys_of_new_work(self) -> bytes:
-        """Return the concatenated work keys of prompts that this run has prepared itself, and not an earlier run.
+        """Return the concatenated work keys of prompts whose tokens are in this object, so that they may need computing.
 
         First come the keys of the rows' first prompts, then the keys of further prompts.
         """

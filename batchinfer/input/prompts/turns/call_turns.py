@@ -22,10 +22,10 @@ _EXAMPLE_TEXT = json.dumps(_EXAMPLE)
 class CallTurns:
     """Converts tool calls in earlier messages of a chat to the form that its chat template expects.
 
-    Some templates expect the arguments of a call as JSON text, others as an object. An example shows which.
+    Some templates expect the arguments of a call as JSON text, others as an object.
 
     Args:
-        render: Renders messages with the template.
+        render: Renders messages with the template, to try which form it expects.
     """
 
     def __init__(self, render: Callable[[list[Message]], str]) -> None:
