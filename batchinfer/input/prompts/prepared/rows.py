@@ -141,7 +141,7 @@ class Prepared:
         return np.where(self.samples > 0, self.samples, usual).astype(np.int64)
 
     def keys_of_new_work(self) -> bytes:
-        """Return the concatenated work keys of prompts whose tokens are in this object, so that they may need computing.
+        """Return the concatenated work keys of the prompts whose tokens are in `tokens` or `further`.
 
         First come the keys of the rows' first prompts, then the keys of further prompts.
         """
