@@ -29,14 +29,15 @@ Floats = NDArray[np.float64]
 class ExpertPlan:
     """The assignment of a model's experts to ranks, and the expected imbalance of the ranks' loads.
 
-    An imbalance is the load of the most loaded rank divided by the mean load of a rank, over all layers.
+    The load of a rank is the number of tokens that its experts compute. An imbalance is the load of the most loaded
+    rank divided by the mean load of all ranks.
 
     Attributes:
         ranks: Number of ranks that share the experts.
         why: The reason for the placement, for people.
-        placement: The experts of each rank. None: each rank has a contiguous range of equal length.
-        in_ranges: Imbalance with contiguous ranges. None if no run has measured loads.
-        expected: Imbalance with this placement. None if no run has measured loads.
+        placement: The experts of each rank. None: each rank has a contiguous range of experts.
+        in_ranges: Imbalance if each rank has a contiguous range of experts. None if no run has measured loads.
+        expected: Imbalance with `placement`. None if no run has measured loads.
         repeated: Number of extra copies of experts, over all layers.
     """
 
@@ -51,7 +52,8 @@ class ExpertPlan:
     def facts(self) -> dict[str, Any]:
         """Return the attributes of this plan as a dictionary for forecasts and reports.
 
-        The value of `placement` is "ranges" for contiguous ranges of experts, else "loads".
+        The key `placement` has the value "ranges" if each rank has a contiguous range of experts, or "loads" if experts
+        were assigned by measured loads.
         """
         placed = "ranges" if self.placement is None else "loads"
         asked = ("ranks", "why", "in_ranges", "expected", "repeated")
@@ -63,10 +65,10 @@ class ExpertPlan:
         return self.expected or 1.0
 
     def imbalance(self, tokens: Mapping[int, Sequence[float]]) -> float:
-        """Return the load of the most loaded rank divided by the mean load, for measured loads and this assignment.
+        """Return the load of the most loaded rank divided by the mean load of all ranks, for this assignment.
 
         Args:
-            tokens: The measured loads: by layer index, the number of tokens of each expert.
+            tokens: The measured number of tokens of each expert, by layer index.
         """
         placed = self.placement
         return imbalance(
@@ -94,16 +96,16 @@ def plan_experts(
 ) -> ExpertPlan:
     """Assign experts to ranks so that the most loaded rank takes the least time.
 
-    Contiguous ranges are kept if no placement saves at least LEAST_GAIN (1 %) of the time. Times come from the roofline
-    model, applied to the step sizes and expert loads of earlier runs.
+    Times are predicted from the step sizes and expert loads of earlier runs. If no assignment saves at least LEAST_GAIN
+    (1 %) of the time, each rank gets a contiguous range of experts.
 
     Args:
         spec: The whole model.
         ranks: Number of ranks.
         loads: Tokens of each expert and of each step in earlier runs.
-        peaks: Peaks of one rank. If None, token counts replace times.
-        itemsize: Bytes of a value that is not quantised.
-        spare_bytes: Memory of each rank for copies of experts. Each layer gets the same number of copies.
+        peaks: Peak FLOP/s and bandwidth of one rank. None: numbers of tokens are compared instead of times.
+        itemsize: Bytes of a weight that is not quantised.
+        spare_bytes: Bytes of memory that each rank can use for extra copies of experts.
     """
     layers = expert_layers(spec)
     in_ranges = {index: split_into_ranges(fed.routing.experts, ranks) for index, fed in layers.items()}

@@ -59,7 +59,8 @@ class Deadline:
     ) -> Deadline | None:
         """Compare the job's first deadline after the start of the run with the forecast.
 
-        Returns None if the job has no deadline. The deadline may be past now. The times of all forecasts are added.
+        Returns None if the job has no deadline. The deadline may be past now. `Deadline.engine_s` is the sum of the
+        times of all given forecasts.
 
         Args:
             job: The job.
@@ -125,7 +126,7 @@ class Deadline:
 
 
 class DeadlineWatch:
-    """Counts the rows that are done by the deadline, and warns once if a run will miss the deadline."""
+    """Counts the rows that a run finishes before its deadline, and warns once if it will miss the deadline."""
 
     def __init__(self, deadline: Deadline, notice: Callable[[str], None], clock: Clock = now) -> None:
         self._at, self._notice, self._clock = deadline.at, notice, clock
@@ -143,14 +144,14 @@ class DeadlineWatch:
         }
 
     def forecast(self, deadline: Deadline) -> None:
-        """Note a forecast made during the run.
+        """Record a forecast that was shown to the user during the run.
 
-        If it says that the deadline will be missed, `look` gives no further warning.
+        If it says that the deadline will be missed, `look` gives no warning, because the user knows already.
         """
         self._told |= deadline.is_missed
 
     def answered(self, rows: int, output_tokens: int) -> None:
-        """Count an answer as done by the deadline, unless the deadline is past.
+        """Count the rows and tokens of an answer that has just arrived, unless the deadline is past.
 
         Args:
             rows: Number of rows with this answer: a row and its duplicates.
@@ -163,7 +164,8 @@ class DeadlineWatch:
     def look(self, left_s: float | None) -> None:
         """Warn if the deadline will be missed, unless a warning was given before.
 
-        In the first 30 seconds of a run, the rate is not representative. Then it warns only if the deadline is past.
+        In the first 30 seconds of a run it warns only if the deadline is past, because the rate is not representative
+        yet.
 
         Args:
             left_s: Remaining engine time at the current rate, in seconds. None if unknown.
@@ -185,7 +187,7 @@ class DeadlineWatch:
 class StopForecast:
     """The number of rows that are done when a run is stopped at a given time.
 
-    A constant rate of tokens in plan order is assumed.
+    The engines are assumed to run requests in the order of the plan, with a constant number of tokens per second.
 
     Attributes:
         at: When the run stops.

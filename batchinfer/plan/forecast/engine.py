@@ -53,22 +53,21 @@ FULL_BATCHES = 4  # least full batches in a part. Rows must have to wait even in
 
 @dataclass(frozen=True, slots=True)
 class EngineForecast:
-    """The forecast of the engines of a run.
+    """The forecast of the engines of a run. `seconds` to `energy_j` are None if the machine's peaks are unknown.
 
     Attributes:
         run: Counts and time of the run, scaled from the simulated rows to all rows.
         simulated: Share of the rows that were simulated, 0 to 1.
         answers_from: Number of earlier runs that give the answer lengths. 0: every answer has max_tokens.
         upper_bound: Whether answers may be shorter than simulated.
-        times: Predicts step durations. Includes the origin of its figures.
-        seconds: Expected engine time. None, as all following values but `proposals`, if the machine's peaks are
-            unknown.
-        within: Expected ranges of the engine time and of the rest of the run's time.
+        times: The predictor of step durations, with the origin of its figures.
+        seconds: Expected engine time.
+        within: Lower and upper ends of the engine time, and of the rest of the run's time.
         waits: Mean share of time (0 to 1) that a pipeline stage is idle. None also without pipeline parallelism.
         mfu: FLOP/s as a share of the peak, 0 to 1.
         mbu: Memory traffic per second as a share of the peak bandwidth, 0 to 1.
         energy_j: Energy in joules. None also if no earlier run measured power.
-        proposals: Draft tokens of the last run. The forecast ignores them. None if the job has no drafts.
+        proposals: Counts of draft tokens in the last run, only for display. None if the job has no drafts.
     """
 
     run: Simulated
@@ -94,9 +93,9 @@ class ForecastEngine:
         setup: The job's model, tokenizer and setting.
         plan: The plan, which may cover only a sample of the job's rows.
         machine: The simulated engine.
-        times: Predicts step durations. Includes the origin of its figures.
+        times: The predictor of step durations, with the origin of its figures.
         lengths: Forecast answer lengths.
-        answers_from: Number of earlier runs that give `lengths`.
+        answers_from: Number of earlier runs that give `lengths`. 0: every answer has max_tokens.
         multiple: Rows of the job divided by rows of the plan. 1 if the plan covers all rows.
     """
 

@@ -17,7 +17,7 @@ class IdleForecast:
         input_s: Reading the input. Measured now.
         plan_s: Planning. Measured now.
         load_s: Loading the model. Median of earlier runs.
-        tail_s: Waiting for the last rows of other replicas. Median of earlier runs.
+        tail_s: Waiting until other replicas have finished their last rows. Median of earlier runs.
         publish_s: Publishing the result. From the time per row in earlier runs.
         runs: Number of earlier runs.
     """

@@ -100,7 +100,7 @@ class _Candidate:
 def layout_forecasts(
     job: Job, setup: Setup, plan: Plan, prompts: Prompts, multiple: float, devices: Devices
 ) -> tuple[LayoutForecast, ...]:
-    """Forecast a job with every possible layout on several devices.
+    """Forecast a job with every possible layout on several devices. Step times of earlier runs are not used.
 
     Args:
         job: The job.
@@ -112,7 +112,7 @@ def layout_forecasts(
 
     Returns:
         The chosen layout, then the others by time, then the refused layouts. Empty with a single device, or if the
-        model's code cannot be sharded. Step times of earlier runs are ignored.
+        model's code cannot be sharded.
     """
     if devices.count == 1 or not isinstance(setup.checkpoint, Checkpoint):
         return ()

@@ -49,8 +49,8 @@ def quantized_forecasts(
 ) -> Iterator[QuantizedForecast]:
     """Forecast a job with each quantisation that it could use.
 
-    Yields nothing if the checkpoint stores quantised weights, or if a CPU computes in float16. Quantisations that the
-    job's ranks cannot shard are omitted.
+    Yields nothing if the checkpoint stores quantised weights, or if the job computes in float16 on a CPU. Quantisations
+    that the job's ranks cannot shard are omitted.
 
     Args:
         job: The job.

@@ -84,17 +84,6 @@ def _blocks(
     panel: int,
     spare: int,
 ) -> int:
-    """Return the number of KV-cache blocks of an engine, limited by the rank with the least free memory.
-
-    Args:
-        setting: Device, memory and sharding.
-        config: Configuration of the engine.
-        limits: Limits of the scheduler.
-        layout: KV cache of the whole model.
-        taken: For one rank of each pipeline stage: bytes of its weights, and bytes of one KV-cache block on it.
-        panel: Bytes of a buffer for weights that are dequantised during a step.
-        spare: Bytes of the cache that are not available for blocks.
-    """
     on_gpu, ranks = setting.device == "cuda", setting.placement.division.ranks
     turns = min(setting.placement.division.stages, limits.max_num_seqs)
     size = JobSize(config.longest, limits.max_num_seqs // turns, limits.max_num_batched_tokens)

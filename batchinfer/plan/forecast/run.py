@@ -95,8 +95,7 @@ class RevisedForecast:
         """Create an object that has not reported a forecast yet.
 
         Args:
-            wanted: Whether a new forecast is needed. It is if there is none from the start of the run, or if that one
-                assumed max_tokens for every answer.
+            wanted: Whether to report a new forecast. False: `look` does nothing.
             notice: Called with the new forecast as text.
             clock: Returns seconds.
             began: Start of the engine, by the clock. None: the first call of `look`.

@@ -75,7 +75,7 @@ class ShardedModel:
         Args:
             devices: The devices of the ranks, and the links between them.
             itemsize: Bytes of a value of hidden states.
-            all_logits: Whether ranks exchange the logits of all tokens instead of the best token.
+            all_logits: Whether ranks exchange the logits of the whole vocabulary. False: only the most likely tokens.
         """
         division, layers = self.division, sum(part.cost.layers for part in self.parts)
         among, between = devices.link_among(division.peers), devices.link_among(division.ranks)
@@ -160,9 +160,9 @@ def with_imbalance(cost: ModelCost, factor: float) -> ModelCost:
 
 
 def needs_all_logits(job: Job) -> bool:
-    """Return True if the ranks of an engine must exchange the logits of all tokens to sample the job's answers.
+    """Return True if the ranks of an engine must exchange the logits of the whole vocabulary for sampling.
 
-    Greedy decoding needs only the best token of each rank.
+    For greedy decoding, each rank only sends the most likely token of its part of the vocabulary.
     """
     params = job.params()
     asked = params.asks_logprobs or params.penalised or params.forbids_tokens or params.constraint is not None
@@ -170,10 +170,10 @@ def needs_all_logits(job: Job) -> bool:
 
 
 def measured_stages(cost: ModelCost, stages: int) -> tuple[SimulatedStage, ...]:
-    """Return simulated pipeline stages for a model whose step times were measured in earlier runs with these stages.
+    """Return simulated pipeline stages for step times that were measured in earlier runs with as many stages.
 
-    Each stage gets the cost of the whole model. This is right because a measured time runs from the end of one step to
-    the end of the next, which is the time that one stage works on a step.
+    Each stage gets the cost of the whole model, because such a step time is already the time of a single stage: it was
+    measured from the end of one step to the end of the next.
 
     Args:
         cost: FLOPs and bytes of the whole model's steps.

@@ -39,8 +39,9 @@ class StepTimes:
 
     Attributes:
         time: Predicts the seconds of a step.
-        basis: Origin of the figures. "unknown": the seconds are meaningless, because the peaks are unknown.
-        runs: Number of earlier runs whose steps were used. 0 for another origin.
+        basis: Origin of the figures: "runs" (earlier runs), "measured" (`doctor --measure`), "declared" (an assumed
+            share of the peaks), "limit" (the roofline), or "unknown" (no peaks, so the seconds are meaningless).
+        runs: Number of earlier runs whose steps were used. 0 unless `basis` is "runs".
     """
 
     time: StepTime

@@ -14,15 +14,18 @@ def distinct_sql(index: Sequence[Path], reached: int, attempts: int) -> str:
     """Return a SQL query that yields one row per distinct work key among the current attempts of all input rows.
 
     The current attempt of a row is its first attempt whose answer is valid or missing. If all answers are invalid, it
-    is the last attempt. The query's columns: work key, offset and number of the prompt tokens, sampling parameters as
-    JSON, expected output tokens, number of rows with this key, number of these rows without a further attempt, and the
-    largest number of prompt and output tokens of this or a later attempt.
+    is the last attempt.
 
     Args:
         index: Parquet files of the index.
-        reached: Number of the highest attempt that any row can have reached, counted from 1. Above 1, the database must
-            have the table `chosen` (`load_chosen`), which marks invalid answers.
+        reached: Highest number of a current attempt, counted from 1. Above 1, the database must have the table `chosen`
+            (`load_chosen`), which marks invalid answers.
         attempts: Maximum number of attempts per row.
+
+    Returns:
+        The query. Its columns: work key; offset of the prompt tokens; their number; sampling parameters as JSON;
+            expected output tokens; number of rows with this key; number of those rows without a further attempt; and
+            the largest number of prompt plus output tokens of this or a later attempt.
     """
     selects = [_at(attempt, reached, attempts, parquet(index)) for attempt in range(1, reached + 1)]
     # Equal keys have equal tokens and parameters. Only offsets differ, and any of them works.

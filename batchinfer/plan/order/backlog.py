@@ -62,21 +62,18 @@ class Backlog:
 
 
 def cut(requests: Sequence[Request], rows: int, engines: int, free_tokens: int = 0) -> tuple[int, int]:
-    """Choose where to split a list of requests so that few engines compute the same prefix.
+    """Choose where to split a list of requests, so that few engines compute the same prefix.
 
-    The split is after at least `rows` and less than 2 × `rows` requests, where neighbouring requests share the shortest
-    prefix. If computing that prefix on both sides is too expensive, `rows` is doubled, until the result is the whole
-    list.
-
-    The prefix may be computed on both sides if it costs at most 1/8 (DIVIDES_AT) of the requests before the split. It
-    may be computed by every engine if that costs at most 1/8 of the requests up to the last one that shares it. Later
-    splits within the same prefix then cost nothing.
+    The split is after at least `rows` and less than 2 × `rows` requests, at the place where neighbouring requests share
+    the shortest prefix. If computing this prefix again after the split costs too much (DIVIDES_AT), `rows` is doubled.
+    If no split is cheap enough, the result is the whole list.
 
     Args:
         requests: Requests in plan order.
         rows: Desired number of requests before the split.
         engines: Number of engines.
-        free_tokens: Length of the prefix of the first request that every engine computes anyway.
+        free_tokens: Number of first tokens of the first request that every engine computes anyway, so they cost
+            nothing.
 
     Returns:
         The number of requests before the split, and the value of `free_tokens` for the requests after it.
@@ -88,8 +85,10 @@ def cut(requests: Sequence[Request], rows: int, engines: int, free_tokens: int =
         end = min(ends, key=lambda number: requests[number - 1].shares_next)
         shared = requests[end - 1].shares_next
         cost = (shared - kept[end - 1]) * DIVIDES_AT
+        # Every engine may compute the prefix, which makes later splits within it free
         if cost <= work[_group_end(requests, end) - 1] // max(1, engines - 1):
             return end, shared
+        # Only the two sides of this split compute the prefix
         if cost <= work[end - 1]:
             return end, kept[end - 1]
         rows *= 2

@@ -24,11 +24,10 @@ _NONE: Hashes = np.zeros(0, np.uint64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chains:
-    """The hashes of the token blocks of several prompts. A hash covers a block and all tokens before it.
+    """The hashes of the token blocks of several prompts.
 
-    Two prompts share their first n blocks if their first n hashes are equal. A block that ends with the last token of
-    its prompt has no hash, because the last token is always computed. Collisions have a probability of about 2⁻⁶⁴ and
-    only worsen the order of requests.
+    A hash covers a block and all tokens before it, so two prompts with the same first n hashes share their first n
+    blocks. Only full blocks before the last token of a prompt have hashes.
 
     Attributes:
         hashes: The hashes of all prompts, concatenated.

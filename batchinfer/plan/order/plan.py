@@ -102,9 +102,10 @@ class Plan:
         shared_prefix_tokens: Prompt tokens that need not be computed, because an earlier request has the same prefix.
         rows_to_run: Number of rows that wait for the requests to compute.
         longest: Largest number of prompt and output tokens of a request or of its later attempts. 0 without requests.
-        again_tokens: Tokens of prefixes that earlier requests of this run computed, and that may be computed again.
+        again_tokens: Prompt tokens to compute that earlier requests of this run computed already, as shared prefixes.
+            They may have been evicted from the cache.
         without_rows: Number of requests to compute that serve no row: the prompts of classify.calibrate.
-        recurring: Estimated share (0 to 1) of the distinct prompt tokens that rows not yet read will share. 0 if not
+        recurring: Estimated share (0 to 1) of `tokens_once` that rows not read yet will have as prefixes, too. 0 if not
             estimated.
     """
 

@@ -23,7 +23,7 @@ _AT_ONCE = 1 << 18  # tokens per read
 
 
 class Prompts(Protocol):
-    """The token ids of all prompts of a job, concatenated in a store that can be read in part."""
+    """The interface of the token ids of all prompts of a job, concatenated. Any range of them can be read."""
 
     def read(self, offset: int, count: int) -> TokenIds:
         """Return `count` token ids, from position `offset` in the concatenated prompts."""
@@ -74,8 +74,8 @@ def read_requests(
 ) -> Iterator[tuple[PlanBatch, list[Request]]]:
     """Yield the requests of a plan in order, in batches: pairs of the plan's rows and the requests made from them.
 
-    `Request.shares_next` is set, also for the last request of a batch. Therefore a batch is yielded only after the next
-    batch has been read.
+    Each batch is yielded after the next one has been read, because `shares_next` of its last request depends on the
+    next request.
 
     Args:
         plan: The plan.

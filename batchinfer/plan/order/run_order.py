@@ -32,8 +32,8 @@ def efforts(prompts: NDArray[np.integer], outputs: NDArray[np.integer]) -> NDArr
 def kept_together(forest: PrefixForest) -> PrefixForest:
     """Return the prefix tree reduced to the nodes whose prompts must run in direct succession.
 
-    A node stays if it shares more whole KV-cache blocks than its parent. All children of a node with at least MANY
-    (10,000) prompts stay, too.
+    A node is kept if its prefix fills more KV-cache blocks than its parent's prefix, or if its parent has at least MANY
+    (10,000) prompts.
     """
     above = np.append(forest.depth, 0)[forest.parent]  # ROOT (-1) selects the appended 0
     among = np.append(forest.users, len(forest.node_of))[forest.parent]

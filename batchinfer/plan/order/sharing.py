@@ -22,8 +22,8 @@ class Sharing:
     Attributes:
         saved: Prompt tokens that need not be computed, because another request to run has the same prefix.
         again: Tokens of prefixes that requests to run have in common with requests that engines received before.
-        recurring: Estimated share (0 to 1) of the distinct prompt tokens to run that rows not yet read will share. 0 if
-            not estimated.
+        recurring: Estimated share (0 to 1) of the prompt tokens to run that rows not read yet will have as prefixes,
+            too. A shared prefix is counted once. 0 if not estimated.
     """
 
     saved: int
@@ -50,7 +50,12 @@ class SortedRows:
     tokens: NDArray[np.integer]
 
     def later_than(self, part: float) -> NDArray[np.bool_]:
-        """Return True for each request after the first `part` (0 to 1) of the requests to run, in input order."""
+        """Return a mask of the requests that come late in the input, in the order of the tree.
+
+        Args:
+            part: Share, 0 to 1. The mask is False for the first `part` of the requests to run, in input order, and True
+                after them.
+        """
         return self.offsets > np.quantile(self.offsets[self.runs], part)
 
 
@@ -60,8 +65,7 @@ def sharing(forest: PrefixForest, rows: SortedRows, more: bool) -> Sharing:
     Args:
         forest: The prefix tree of all requests.
         rows: The requests, in the order of the tree.
-        more: Whether further rows will be read, so that `Sharing.recurring` is estimated. The estimate takes 0.2 s for
-            a million rows.
+        more: Whether further rows will be read, so that `Sharing.recurring` is estimated.
     """
     users, own = _users(forest, rows.runs), forest.own.astype(np.int64)
     return Sharing(

@@ -37,8 +37,8 @@ class DraftModel:
     """A draft model that has passed all checks.
 
     Attributes:
-        job: A copy of the job in which the draft model replaces the job's model. It runs before the job itself if the
-            draft model answers all rows first.
+        job: A copy of the job in which the draft model replaces the job's model. If the draft model answers all rows
+            first, this copy runs before the job itself.
         checkpoint: The checkpoint of the draft model.
         setting: Device, arithmetic, memory and parallelism of the draft model.
         tokenizer: The tokenizer of the draft model.

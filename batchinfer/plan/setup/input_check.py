@@ -91,7 +91,6 @@ def check_input(job: Job, setup: Setup, state: StateFolder) -> InputFacts:
 
 
 def _look_for(job: Job, columns: Columns, reader: Reader) -> None:
-    """Read until every column that the job names has appeared, usually within the first batch."""
     rows = 0
     for batch in reader.batches(limit=job.input.limit):
         rows += len(batch.rows)

@@ -64,7 +64,8 @@ def requested_vectors(
 ) -> tuple[Embedding | None, VectorRequests | None, str]:
     """Return how the job computes vectors, and which vectors OpenAI requests in its input may ask for.
 
-    An unsupported pooling is an error only if the job itself requests vectors. If only rows might, they get error rows.
+    Unsupported options raise an error only if the job file requests vectors. If only rows may request them, the reason
+    is returned instead, and such rows become error rows.
 
     Args:
         job: The job.
@@ -73,10 +74,10 @@ def requested_vectors(
 
     Returns:
         Three values: how the job computes vectors, or None; what OpenAI requests may ask for, or None if they may not
-            ask for vectors; and the reason why they may not, or "".
+            ask for vectors; and why the model supports no vectors, or "".
 
     Raises:
-        JobFileError: The model does not support the job's options for vectors.
+        JobFileError: The job file requests vectors, and the model does not support its options.
         SecurityRefusal: A file is not safe to load.
     """
     try:

@@ -62,8 +62,8 @@ def resolved_quantization(
 ) -> Quantization:
     """Return the quantisation that the weights have in the engines.
 
-    With `auto`, the quantised weights of a checkpoint stay as they are if the device can multiply them, except int4.
-    Otherwise they are dequantised when they are loaded.
+    With `auto`, weights that the checkpoint stores quantised stay so if the device can multiply them. Otherwise, and
+    always for int4, they are dequantised when they are loaded.
 
     Args:
         asked: `model.quantization` of the job file.

@@ -54,7 +54,7 @@ class CountedStep:
     def tokens(self) -> list[list[int]]:
         """Wait until the simulated step is done, and return the new tokens of each row.
 
-        A token is END if the answer then has its forecast length, otherwise WORD.
+        The token ids are made up: END for the last token of an answer with its forecast length, else WORD.
         """
         self.clock.wait(self.timed)
         if self.repeats is None:

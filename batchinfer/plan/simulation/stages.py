@@ -77,7 +77,7 @@ class StageSends:
         ranks: Number of ranks of the stage.
         link: Link among these ranks.
         next_link: Link to the next stage. None for the last stage.
-        all_logits: Whether ranks exchange the logits of all tokens instead of the best token.
+        all_logits: Whether ranks exchange the logits of the whole vocabulary. False: only the most likely tokens.
     """
 
     traffic: RankTraffic

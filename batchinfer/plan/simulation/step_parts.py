@@ -44,29 +44,30 @@ class TimedStep(NamedTuple):
 class StepParts(NamedTuple):
     """The parts of a step, such as matrix products, attention and layers, with the time or count of each.
 
-    The duration of a step is predicted from these parts with a coefficient per part.
+    The duration of a step is predicted from these parts and a coefficient per part.
 
     Attributes:
-        products: Two pairs, for matrix products over all tokens and for those over sampled tokens only: seconds of
-            computing, and seconds of reading weights, at the peaks of the machine.
-        others: By name of each other part (PARTS): its seconds at the peaks, or the number of layers or rows.
+        products: (seconds of computing, seconds of reading weights) at the peaks of the machine, first for matrix
+            products over all tokens, then for those over sampled tokens only.
+        others: The other parts, by their names in PARTS: seconds at the peaks, or numbers of layers or rows.
     """
 
     products: tuple[tuple[float, float], tuple[float, float]]
     others: dict[str, float]
 
     def shares(self, coefficients: Mapping[str, float]) -> dict[str, float]:
-        """Return for each part a share such that the step's duration is the sum of coefficient × share over all parts.
+        """Return for each part a share. The step's duration is the sum of coefficient × share over all parts.
 
-        Computing and reading weights overlap partly, so a product takes the root of the sum of their squares. The plain
-        sum is 20 % too high if both are equal (a decode step of 24 rows in float32), and the maximum is too low
-        (measured on two Zen 4 server cores).
+        Computing and reading weights overlap in part: a matrix product takes the root of the sum of the squares of
+        their times.
 
         Args:
             coefficients: The coefficient of each part, by its name in PARTS.
         """
         found = {PRODUCTS: 0.0, WEIGHTS: 0.0, **self.others}
         for computing, reading in self.products:
+            # For equal times, the plain sum was 20 % too high (a decode step of 24 rows in float32), and the maximum
+            # is too low (two Zen 4 server cores)
             together = math.hypot(coefficients[PRODUCTS] * computing, coefficients[WEIGHTS] * reading)
             if together:
                 found[PRODUCTS] += coefficients[PRODUCTS] * computing**2 / together

@@ -141,8 +141,8 @@ def shape_of(cost: ModelCost, tokens: int, sampled: int, flops: int, moved: int)
 def measured_step_time(expected: StepTime, steps: Iterable[MeasuredStep]) -> StepTime | None:
     """Fit a predictor of step durations to the steps of earlier runs. Returns None if there are too few steps.
 
-    The steps must have run on the same machine and in the same arithmetic. Efficiencies are ratios of sums, to give
-    long steps more weight. If only prefill or only decode steps were measured, both kinds get the same efficiency.
+    The steps must have run on the same machine and in the same arithmetic. If only prefill or only decode steps were
+    measured, both kinds get the same efficiency.
 
     Args:
         expected: The predictor without measurements. Efficiencies are relative to it.
@@ -171,6 +171,7 @@ def _efficiency(expected: StepTime, steps: list[MeasuredStep]) -> float | None:
     measured = sum(one.step.seconds for one in steps)
     if len(steps) < FEWEST or measured <= 0:
         return None
+    # A ratio of sums, which gives long steps more weight
     return sum(expected.device_s(one.step.shape, one.step.cost, one.step.rows) for one in steps) / measured
 
 
