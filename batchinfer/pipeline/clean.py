@@ -99,7 +99,7 @@ def clean_after_run(
 ) -> None:
     """Drop stored answers that no result uses, if this takes little time and no other run uses the store.
 
-    The result is already published, so a failing disk does not fail the run.
+    A storage error does not fail the run, because its result is published already.
 
     Args:
         state: The job's state folder.

@@ -39,7 +39,7 @@ class _Expected(NamedTuple):
 class Collector:
     """Receives the answers of engines, and passes them to the store, the meter and the progress display.
 
-    It also counts errors, invalid answers, and the requests that engines have received and not answered yet.
+    It also counts error rows and invalid answers, and records which requests engines have received and answered.
     """
 
     def __init__(
@@ -132,11 +132,7 @@ class Collector:
         self._budget, self._revised = budget, revised
 
     def stop_recording_keys(self) -> None:
-        """Stop recording the work keys of submitted requests, because later plans do not need them.
-
-        Later plans only contain further attempts, and are made when engines have received all requests of the current
-        plan.
-        """
+        """Stop recording the work keys of submitted requests, because later plans do not need them."""
         self._handed_out.keys = None
 
     def take(self, done: WorkDone) -> None:

@@ -26,7 +26,7 @@ class EngineMachine:
     """The machine on which engines run: this machine, or nodes of a Ray cluster.
 
     Attributes:
-        facts: Device, memory and cores of the machine. On a cluster: the part of a node for one engine.
+        facts: Device, memory and cores of the machine. On a cluster: the part of a node that one engine gets.
         transport: Starts workers and exchanges messages with them.
         reader: If engines run on a cluster: this machine, which reads the rows. Else None.
     """

@@ -26,7 +26,7 @@ from batchinfer.store.results.output_file import OutputFile
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """A run that holds the lock of its job, with the objects that all stages of the run share.
+    """The objects that all stages of a run share. The run holds the lock of its job.
 
     Attributes:
         job: The job. In a trial, it has only the first rows.

@@ -32,7 +32,7 @@ class RunOptions:
         transport: Starts workers and exchanges messages with them.
         standby: A standby process that becomes the engine's process, or None.
         waves_from_s: Rows run in waves if the engine would otherwise wait for the input for at least this number of
-            seconds. Chosen, not measured.
+            seconds.
         already_s: Seconds that the command took before the run: interpreter, imports, job file.
 
     Raises:

@@ -198,7 +198,7 @@ class RunReport:
             )
 
     def open_meter(self, setting: Setting, cost: ModelCost) -> Meter:
-        """Create the meter that records samples of steps and requests for the report.
+        """Create and return the meter, which records samples of steps and requests for the report.
 
         Args:
             setting: Device, arithmetic, memory and parallelism of the engines.
@@ -223,7 +223,7 @@ class RunReport:
 
     @property
     def metered(self) -> bool:
-        """Return True if this run started engines and its report is not complete yet."""
+        """Return True if this run has a meter: it started engines, and its report is not complete yet."""
         return self._meter is not None
 
     def record_engines(
@@ -240,7 +240,7 @@ class RunReport:
             infos: The engines that became ready.
             worker_peak_rss: Sum of the peak memory of all workers in bytes. None if unknown.
             other_cores: Mean number of CPU cores that other processes used. None if unknown.
-            expert_tokens: By layer, the number of tokens of each expert.
+            expert_tokens: By index of the layer, the number of tokens that each expert has computed.
             ranks: Usage of each rank, for engines with several ranks.
         """
         self._expert_tokens, self._ranks = expert_tokens, ranks

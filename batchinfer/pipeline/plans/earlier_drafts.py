@@ -27,17 +27,16 @@ AddDrafts = Callable[[Batches], Batches]  # adds draft tokens to the requests of
 
 
 def without_drafts(batches: Batches) -> Batches:
-    """Return batches of requests without a change. It is the function that adds drafts if a job has none."""
+    """Return the batches unchanged. Used in place of a function that adds drafts if a job has none."""
     return batches
 
 
 def last_answers(run: OpenRun, to_come: int | None = None) -> list[TokenIds]:
-    """Return the last answers of the job's last result. Engines search them for draft tokens for all rows.
+    """Return answers from the end of the job's last result. Engines search them for draft tokens for all rows.
 
     Args:
         run: The run, with its job, options, state folder and report.
-        to_come: Maximum number of output tokens of the run. Fewer answers are returned for a run with few tokens. None
-            if unknown.
+        to_come: Maximum number of output tokens of the run, which limits the number of answers. None if unknown.
 
     Returns:
         The tokens of each answer. Empty unless the job uses the draft sources "answers" and "earlier".

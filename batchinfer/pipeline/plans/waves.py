@@ -170,8 +170,7 @@ class Waves:
 def waves_again(plan: Plan, begun: int, again: int, ratio: float) -> float:
     """Estimate how many prompt tokens are computed again if engines switch to a plan of the rows read so far.
 
-    If the input were read to its end first, each shared prefix would be computed once. With waves, several waves may
-    compute the same prefix.
+    Several waves may compute the same shared prefix. A single plan of the whole input would compute it once.
 
     Args:
         plan: The plan of the rows read so far.

@@ -143,7 +143,7 @@ def open_meter(run: OpenRun, setting: Setting) -> Meter:
 def engines(run: OpenRun, needs: Needs) -> Iterator[ReplicaPool]:
     """Start the engines of a run, and end them after the block. Yields the engines.
 
-    A signal within the block is deferred: it is only recorded as pending.
+    Within the block, the first signal does not raise, but is recorded in `run.interrupts.pending`.
 
     Args:
         run: The run, with its job, options, state folder and report.

@@ -40,7 +40,7 @@ from batchinfer.store.results.reuse.shared_answers import saved_tokens
 
 
 def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -> Index:
-    """Read the rest of the input while engines run the rows that were read, and commit all answers to the store.
+    """Read the rest of the input while engines run the rows that were read. All answers are committed to the store.
 
     After a signal, running requests may finish.
 
@@ -218,7 +218,7 @@ class _Known:
 
     @property
     def own(self) -> Plan:
-        """Return the plan, in which only answers of earlier runs, not requests of this run, count as stored."""
+        """Return a copy of the plan in which `present` counts only answers of earlier runs."""
         return replace(self.plan, present=self.plan.present - self.given.requests)
 
 

@@ -17,9 +17,8 @@ _MANY = 200  # parts of a store; reading the keys of 200 parts takes 0.2 s
 class EarlyLoading:
     """Lets engines load their weights while the input is read, as soon as a row is found whose answer is not stored.
 
-    With several engines it waits for one missing answer per engine, because the number of engines determines each
-    engine's share of the machine. If another run uses the same store, engines do not load early, because this run may
-    have to wait for the other one.
+    With several engines, it waits until there is a missing answer for each engine. If another run uses the same store,
+    engines do not load early, because this run may have to wait for the other one.
     """
 
     def __init__(self, run: OpenRun, store: CompletionStore) -> None:
@@ -66,7 +65,7 @@ class EarlyLoading:
     def can_run_waves(self, left_s: float) -> bool:
         """Return True if engines have loaded and should run rows in waves instead of waiting for the whole input.
 
-        The engines must have room for the longest row that the job allows, because the longest row is not known yet.
+        Their KV cache must have room for the longest row that the job allows, because the rows are not known yet.
 
         Args:
             left_s: Estimated seconds until the whole input is read.
@@ -80,6 +79,7 @@ class EarlyLoading:
     def _watched(self) -> MissingKeys:
         if self._lacking is None:
             engines, again = self._run.setup.setting.placement.replicas, self._run.options.retry_errors
+            # One missing answer per engine: the number of engines determines each engine's share of the machine
             self._lacking = MissingKeys(self._store.parts(), engines, again)
         return self._lacking
 

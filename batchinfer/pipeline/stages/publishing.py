@@ -40,7 +40,7 @@ def row_keys_table(run: OpenRun, index: Index) -> Iterator[KeepKeys]:
     """Write the report's table of rows in parallel with the block.
 
     Yields a function that completes the table. Call it after publishing, with the join of the index and the store. It
-    raises OSError. If it is not called, the table is dropped.
+    may raise OSError. If it is not called, the table is dropped.
 
     Args:
         run: The run, with its job, options, state folder and report.
@@ -116,7 +116,7 @@ def _settle(run: OpenRun, index: Index, join: Join) -> None:
 
 
 def with_calibration(index: Index, join: Join, spill: Path) -> tuple[Index, Join]:
-    """Apply classify.calibrate: adjust the scores of labels by the scores that they get after a content-free prompt.
+    """Apply `classify.calibrate`: adjust the scores of labels by their scores after a prompt without content.
 
     Args:
         index: The index of all rows.
@@ -124,11 +124,11 @@ def with_calibration(index: Index, join: Join, spill: Path) -> tuple[Index, Join
         spill: A folder for temporary files of queries.
 
     Returns:
-        The index with adjusted scoring, and the join, in which the answer to the content-free prompt is marked as used.
-            Both are unchanged without classify.calibrate.
+        The index, whose scoring is adjusted, and the join, which also marks the answer to that prompt as used. Both are
+            unchanged without `classify.calibrate`.
 
     Raises:
-        BatchInferError: The content-free prompt has no answer.
+        BatchInferError: That prompt has no answer.
     """
     if not index.content_free_parts or index.scoring is None:
         return index, join

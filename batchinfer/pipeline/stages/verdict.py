@@ -46,7 +46,7 @@ def refuse_hopeless(run: OpenRun, index: Index) -> None:
 
 
 def refuse_stored_errors(run: OpenRun, index: Index, parts: Sequence[Path]) -> int:
-    """Count the rows that are errors before engines run: invalid rows of the input, and rows with a stored error.
+    """Return the number of error rows before engines run: invalid rows of the input, and rows with a stored error.
 
     If the job publishes results even with too many error rows, stored errors are not counted.
 

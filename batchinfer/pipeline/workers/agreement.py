@@ -9,10 +9,11 @@ from batchinfer.pipeline.workers.worker_handle import WorkerHandle
 
 
 class Agreement:
-    """Makes the engines of a run share one choice of kernels, although their timings differ.
+    """Makes all engines of a run use the same choice of kernels.
 
-    The first engine that asks makes the choice. It is sent to all other engines, also to engines that start later. If
-    that engine dies before it has chosen, all engines use NO_CHOICE, because a kernel that it tried may have killed it.
+    The first engine that asks times the kernels and chooses. All other engines get its choice, also engines that start
+    later. If the choosing engine dies first, all engines use NO_CHOICE, because a kernel that it tried may have killed
+    it.
     """
 
     def __init__(self) -> None:

@@ -23,8 +23,8 @@ def _now() -> datetime:
 class Interrupts:
     """Raises `Interrupted` for a signal, and `StopTimeReached` at the stop time of the run.
 
-    Within `deferred`, the first signal does not raise, but sets `pending` to its number. A second signal raises. The
-    stop time is handled like the signal SIGTERM.
+    Within `deferred`, the first signal only sets `pending` to its number, and a second signal raises. The stop time is
+    handled like the signal SIGTERM.
     """
 
     def __init__(self, message: str = CONTINUES, clock: Callable[[], datetime] = _now) -> None:
@@ -67,10 +67,9 @@ class Interrupts:
 
     @contextmanager
     def stopping_at(self, at: datetime | None, message: str = "") -> Iterator[None]:
-        """Raise StopTimeReached within the block at a given time, or set `pending` within `deferred`.
+        """Raise StopTimeReached within the block at a given time.
 
-        Signal handlers work only in the main thread. If none are installed (`installed`), the stop time only sets
-        `pending`.
+        Within `deferred`, and unless signal handlers are installed (`installed`), the stop time only sets `pending`.
 
         Args:
             at: The stop time. None: there is none.

@@ -15,8 +15,7 @@ from batchinfer.pipeline.workers.worker_handle import SINGLE_ENGINE_CODES, Worke
 class Launch:
     """Starts the workers of a run before the plan is known, and lets them load weights.
 
-    A context manager. At the end of its block it ends all workers, even if a pool of engines uses them by then. If
-    there is only one worker, the standby process can become this worker.
+    A context manager. At the end of its block it ends all workers, even if a pool of engines uses them by then.
     """
 
     def __init__(self, transport: Transport, standby: EngineStandby | None = None) -> None:
@@ -75,8 +74,8 @@ class Launch:
         """Receive messages of the workers while they load. Call it regularly.
 
         Raises:
-            BatchInferError: A worker cannot load, and another engine could not either. If another engine may succeed,
-                nothing is raised, and the pool of engines handles the end of the worker.
+            BatchInferError: A worker cannot load, and no other engine could. If another one may succeed, nothing is
+                raised.
         """
         if not self._loads:
             return
@@ -85,6 +84,7 @@ class Launch:
             try:
                 living[link].receive(0)
             except BatchInferError as error:
+                # Otherwise the pool of engines handles the end of the worker
                 fails_all = len(self._workers) == 1 or error.exit_code not in SINGLE_ENGINE_CODES
                 if living[link].crash is None and fails_all:
                     raise

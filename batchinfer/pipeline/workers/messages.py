@@ -105,13 +105,12 @@ class Add:
 class Learn:
     """Message to a worker: answers of other workers, which its engine may use as a source of draft tokens.
 
-    The answers are sent as one array, because sending 50,000 arrays would take a tenth of a second.
-
     Attributes:
         tokens: Tokens of all answers, concatenated.
         sizes: Number of tokens of each answer.
     """
 
+    # One array, because sending 50,000 arrays would take a tenth of a second
     tokens: TokenIds
     sizes: Sequence[int]
 
@@ -240,7 +239,7 @@ class Left:
     Attributes:
         peak_rss: Peak memory in bytes.
         other_cores: Mean number of CPU cores that other processes used. None if unknown.
-        expert_tokens: For each layer with experts, the number of tokens of each expert.
+        expert_tokens: By index of the layer, the number of tokens that each expert has computed.
         ranks: Usage of each rank. Empty for an engine with one rank.
     """
 

@@ -225,10 +225,12 @@ class Replica:
         self.submit(group.requests)
 
     def reset_after_death(self) -> Death:
-        """Forget the unfinished requests of the replica after its process has died, and return them.
+        """Forget the unfinished requests of the replica after its process has died.
 
-        Engines admit requests in order, so the requests in work are among the first unfinished ones.
+        Returns:
+            These requests, and the state of the engine when it died.
         """
+        # Engines admit requests in order, so those in work are among the first unfinished ones
         requests, running = list(self.unfinished.values()), self._most_running()
         in_work, isolated, fresh = requests[:running], self.isolated, not self._finished
         little = fresh if isolated is not None else self._finished < max(1, len(in_work))
@@ -258,7 +260,7 @@ class Replica:
 
     @property
     def can_restart(self) -> bool:
-        """Return True if another process may be started: there were few successive deaths with little work between."""
+        """Return True if another process may be started: not too many in succession have died after little work."""
         return self.fruitless < (FRUITLESS if self.info is not None else FRUITLESS_LOADING)
 
     @property

@@ -136,8 +136,8 @@ class ReplicaPool:
     def wants_more(self) -> bool:
         """Return True if more requests should be submitted, because an engine has room for them.
 
-        Also True if the plan is expected to have no further requests. The caller then finds the end of the plan, even
-        if no engine is left.
+        Also True once all expected requests of the plan were submitted and sent to engines, so that the caller reads on
+        and finds the end of the plan.
         """
         if not self._left:
             return True
@@ -234,8 +234,9 @@ class ReplicaPool:
     def expert_tokens(self) -> ExpertTokens:
         """Return the number of tokens of each expert by layer, summed over engines that have ended as planned.
 
-        The counts of processes that died are lost. Sending counts regularly would make steps wait for the device.
+        The counts of processes that died are lost.
         """
+        # Regular counts would not be lost with a process, but would make steps wait for the device
         found: dict[int, list[int]] = {}
         for replica in self._replicas:
             for layer, tokens in replica.worker.expert_tokens.items():
@@ -408,13 +409,6 @@ class ReplicaPool:
             self._suspects.add(first)
 
     def _requeue(self, replica: Replica, death: Death, blamed: bool) -> None:
-        """Queue the rows of a dead engine again. Rows that were waiting come first.
-
-        Args:
-            replica: The engine.
-            death: The state of the engine when it died.
-            blamed: Whether the rows in work become suspects.
-        """
         if death.isolated is not None and death.isolated.is_probe:
             return
         waiting = death.waiting if blamed else [*death.in_work, *death.waiting]

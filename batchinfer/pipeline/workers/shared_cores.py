@@ -16,7 +16,7 @@ CROWDED, FREE = 0.25, 0.1
 
 
 class SharedCores:
-    """Measures the CPU load of other processes. If they need the engine's cores, the engine's threads spin less."""
+    """Measures the CPU load of other processes. If cores are scarce, the engine's waiting threads spin less."""
 
     def __init__(
         self,

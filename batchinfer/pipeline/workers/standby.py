@@ -15,8 +15,8 @@ from batchinfer.pipeline.workers.engine_entry import ENGINE, WORKER
 class EngineStandby:
     """A standby process, which imports the libraries of an engine before the job is known.
 
-    A context manager, which ends the process at the end of its block unless `take` was called. On a single core no
-    process is started, because it would share the core with the command.
+    A context manager, which ends the process at the end of its block unless `take` was called. With a single usable
+    core, no process is started.
     """
 
     def __init__(self, factory: str = ENGINE) -> None:

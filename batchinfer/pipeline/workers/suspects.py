@@ -39,8 +39,7 @@ class Suspects:
     """The groups of suspect rows that wait to run.
 
     A group that kills its engine is split into two halves. If one half finishes, the cause must be in the other half,
-    which is split again before it runs. So one bad row among n is found after log2(n) groups, and about half of these
-    groups kill an engine.
+    which is split again before it runs. So one bad row among n is found after about log2(n) groups.
     """
 
     def __init__(self) -> None:

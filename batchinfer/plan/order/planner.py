@@ -69,9 +69,8 @@ def plan_job(
         attempts: Maximum number of attempts per row. After an invalid answer, the row's next attempt is planned.
         reused: The first files of `index_parts`, whose rows have answers from an earlier run and are not planned.
         extra_prompts: Parquet files with prompts to run that belong to no row of the job.
-        in_flight: Work keys that engines compute now. They are not planned. Requests that share their prefixes come
-            first.
-        begun: Work keys that the run has given to engines so far, those in flight included. They are not planned.
+        in_flight: Work keys that engines compute now. Not planned. Requests that share their prefixes come first.
+        begun: Work keys that engines have received so far, those in flight included. They are not planned.
         more: Whether further rows will be read. If True, `Plan.recurring` is estimated.
         shares: Whether prompts may reuse cached tokens of other prompts.
         retry_errors: Whether stored errors that may be retried count as missing answers.

@@ -66,9 +66,8 @@ class HeartbeatWatch:
 class OtherRanks:
     """Starts the processes of all ranks of an engine except rank 0, and exchanges messages with them. Used by rank 0.
 
-    An engine with one rank has no such processes, and all methods do nothing. If a rank ends unexpectedly, its shard of
-    the model is lost. Rank 0 then sends the cause to the driver and ends immediately, because it might wait for that
-    rank forever. The operating system ends the remaining ranks with rank 0.
+    If a rank ends unexpectedly, rank 0 sends the cause to the driver and ends immediately, and the operating system
+    ends the remaining ranks with it. For an engine with one rank, all methods do nothing.
     """
 
     def __init__(self, spec: WorkerSpec, parent: ParentConnection, leave: Leave) -> None:
@@ -129,9 +128,9 @@ class OtherRanks:
 
     @contextmanager
     def waiting_for_cause(self) -> Iterator[None]:
-        """Delay an error of the block for a moment, because the death of another rank may be its cause.
+        """Delay an error that the block raises for a moment, because the death of another rank may be its cause.
 
-        If a rank has died, this process ends during the delay, after the death has been reported to the driver.
+        If a rank has died, this process reports its death to the driver and ends during the delay.
         """
         try:
             yield

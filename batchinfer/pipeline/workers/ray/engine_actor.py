@@ -139,7 +139,7 @@ class MessageActor(ABC):
 
 
 class CallActor(MessageActor):
-    """An actor that calls a function in a thread, as a child process on this machine would call it."""
+    """An actor that calls a function in a thread. The function uses the actor as its connection to the driver."""
 
     def __init__(self, needs: NodeNeeds, target: str, argument: object) -> None:
         """Start the actor, which calls the function in a thread.

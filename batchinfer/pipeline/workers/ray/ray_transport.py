@@ -93,7 +93,10 @@ class RayLink:
 
     @property
     def open_call(self) -> Any:
-        """Return the pending call of the actor's `take`, or None if a message or the end was received."""
+        """Return the pending call of the actor's `take`, or None if `receive` need not wait for it.
+
+        It need not wait if it can return a message, or if the actor has ended.
+        """
         return None if self._messages or self._end is not None else self._taken
 
     def send(self, message: object) -> None:
