@@ -802,7 +802,7 @@ class StepShape:
     Attributes:
         tokens: number of query tokens.
         sampled: number of rows whose logits are computed.
-        pairs: number of attended (query, key) pairs, summed over layers, whose sliding windows may differ.
+        pairs: number of attended (query, key) pairs, summed over layers.
         kv_tokens: number of distinct cached tokens that are read, summed over layers.
         copied: number of cached tokens that are copied to another block, in each layer with a KV cache.
         adapted: number of query tokens that have an adapter.

@@ -31,7 +31,7 @@ def gated_activation_reference(gate_up: Tensor, activation: Activation) -> Tenso
 
 
 def activation_reference(x: Tensor, activation: Activation) -> Tensor:
-    """Apply an activation function to each value of x.
+    """Return the activation function of each value of x, like x.
 
     Raises:
         ValueError: For "clamped_swiglu", which needs gate and up.

@@ -74,7 +74,7 @@ def products(x: Tensor, weight: Tensor) -> Tensor:
 def finish_product(
     sums: Tensor, bias: Tensor | None, out_dtype: torch.dtype, activation: Activation | None
 ) -> Tensor:
-    """Add the bias to float32 sums (T, N), apply the gated activation, and round to `out_dtype`.
+    """Return sums + bias after the gated activation, rounded to `out_dtype`: (T, N), or (T, N / 2) with an activation.
 
     Args:
         sums: (T, N) float32, products that are already scaled.

@@ -12,7 +12,7 @@ from batchinfer_kernels.rms_norm import rms_norm_reference
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Apply rotary position embedding (RoPE): rotate the first 2 × pairs values of each head, and copy the others.
+    """Return x with the first 2 × pairs values of each head rotated (RoPE); the other values stay the same.
 
     Args:
         x: (T, heads, D).

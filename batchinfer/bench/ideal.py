@@ -52,7 +52,7 @@ class Ideal:
 
     @property
     def step(self) -> StepShape:
-        """Return all work of the job as if it were one step."""
+        """Return the work of the whole ideal job as if it were one step."""
         tokens = self.prefill_tokens + self.decode_tokens
         return StepShape(tokens, self.sampled, self.pairs, self.kv_tokens)
 

@@ -138,7 +138,7 @@ class CompiledOperators(CachedOperators):
         Args:
             weight: (outputs, inputs); for a gated kind, the gate's rows above the rows of up.
             bias: (outputs,), or None.
-            kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+            kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
 
         Raises:
             ValueError: If shapes do not match.
@@ -171,7 +171,7 @@ class CompiledOperators(CachedOperators):
             codes: (outputs, inputs) int8.
             scales: (outputs,) float32.
             bias: (outputs,), or None.
-            kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+            kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
         """
         outputs, inputs = _check_weight(codes, bias, kind)
         order = self._order(outputs, kind)
@@ -188,7 +188,7 @@ class CompiledOperators(CachedOperators):
         Args:
             weight: (outputs, inputs).
             bias: (outputs,), or None.
-            kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+            kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
         """
         shape, order = _check_weight(weight, bias, kind), self._order(len(weight), kind)
         panels = self._pages.zeros(len(order) * padded(shape[1]), torch.int8)
@@ -203,7 +203,7 @@ class CompiledOperators(CachedOperators):
         Args:
             weight: (experts, outputs, inputs).
             bias: (experts, outputs), or None.
-            kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+            kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
         """
         shape = count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
@@ -237,7 +237,7 @@ class CompiledOperators(CachedOperators):
             zeros: (outputs, groups) float32, the zero points, or None.
             group: number of inputs that share a scale, a multiple of 8.
             bias: (outputs,), or None.
-            kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+            kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
 
         Raises:
             ValueError: If shapes do not match.
@@ -256,7 +256,7 @@ class CompiledOperators(CachedOperators):
             weight: (outputs, inputs).
             group: number of inputs that share a scale.
             bias: (outputs,), or None.
-            kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+            kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
 
         Raises:
             ValueError: If `weight` is not a matrix of floats.
@@ -283,7 +283,7 @@ class CompiledOperators(CachedOperators):
             zeros: (experts, outputs, groups) float32, the zero points, or None.
             group: number of inputs that share a scale, a multiple of 8.
             bias: (experts, outputs), or None.
-            kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+            kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
         """
 
         def packed(expert: int, panels: Tensor) -> Columns:
@@ -301,7 +301,7 @@ class CompiledOperators(CachedOperators):
             weight: (experts, outputs, inputs).
             group: number of inputs that share a scale.
             bias: (experts, outputs), or None.
-            kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+            kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
         """
         return self._int4_experts(
             weight, group, bias, kind, lambda at, panels: self._rounded_int4(weight[at], group, kind, panels)
@@ -407,7 +407,7 @@ class CompiledOperators(CachedOperators):
         Args:
             weight: (experts, outputs, inputs).
             bias: (experts, outputs), or None.
-            kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+            kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
         """
         count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
@@ -426,7 +426,7 @@ class CompiledOperators(CachedOperators):
             codes: (experts, outputs, inputs) int8.
             scales: (experts, outputs) float32.
             bias: (experts, outputs), or None.
-            kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+            kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
         """
         count, outputs, inputs = _check_experts(codes, bias, kind)
         order = self._order(outputs, kind)
@@ -447,7 +447,7 @@ class CompiledOperators(CachedOperators):
             codes: (experts, outputs, inputs / 2) uint8, two 4-bit values per byte, the first in the lower bits.
             exponents: (experts, outputs, inputs / 32) uint8, biased by 127.
             bias: (experts, outputs), or None.
-            kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+            kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
 
         Raises:
             ValueError: If shapes or dtypes do not match.
@@ -471,7 +471,7 @@ class CompiledOperators(CachedOperators):
             codes: (outputs, inputs / 2) uint8, two 4-bit values per byte, the first in the lower bits.
             exponents: (outputs, inputs / 32) uint8, biased by 127.
             bias: (outputs,), or None.
-            kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+            kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
         """
         return self.pack_expert_mxfp4(
             codes[None], exponents[None], None if bias is None else bias[None], kind
@@ -594,7 +594,7 @@ class CompiledOperators(CachedOperators):
         return self._linear(x, weight, weight.structure)
 
     def adapted_linear(self, x: Tensor, weight: PackedWeight, values: Tensor, rows: AdaptedRows) -> Tensor:
-        """Compute `linear`, with LoRA products added before the activation.
+        """Return the result of `linear`, with LoRA products added before the activation.
 
         Args:
             x: (T, inputs).
@@ -704,7 +704,7 @@ class CompiledOperators(CachedOperators):
         return y
 
     def activate(self, x: Tensor, kind: Kind) -> Tensor:
-        """Apply an activation function to each value of x (T, width).
+        """Return the activation function of each value of x: (T, width).
 
         Args:
             x: the values.

@@ -20,7 +20,7 @@ class NoCompiler(RuntimeError):
 
 
 class Compilers:
-    """Runs C compilers until another thread stops it. Thread-safe."""
+    """Runs C compilers, which another thread can stop. Thread-safe."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()

@@ -99,7 +99,7 @@ class LayerWeights:
         rotation: rotary embedding and norms of the heads.
         qkv: projection to q, k and v.
         o: projection of the attention output.
-        up: gate and up projection, of a gated kind; or up projection with an activation. The other three are "plain".
+        up: gate and up projection (a gated kind), or up projection with an activation. qkv, o and down are "plain".
         down: down projection.
         window: sliding window; None: full attention.
         sinks: (q_heads,) float32, the attention sinks, or None.

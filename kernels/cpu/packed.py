@@ -61,7 +61,7 @@ class PackedWeight:
         panels: the values.
         bias: bias of each column, or None.
         shape: (outputs, inputs).
-        kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+        kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
         starts: initial value of each column's sum, which cancels the offset of 128 in quantised activations: -128 × the
             sum of the column's values, int32; for int4 multiplied by the scales, float32. None: not quantised.
         scales: scale of each column, or of each column and group.
@@ -117,7 +117,7 @@ class PackedExperts(PackedWeight):
         panels: the values, one row per expert.
         bias: bias of each expert's columns, or None.
         shape: (experts, outputs, inputs).
-        kind: the final operation of the product: none ("plain"; "float" for a float32 result) or an activation.
+        kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
         starts: as in PackedWeight, one row per expert.
         scales: as in PackedWeight, one row per expert; for MXFP4 the exponents (mxfp4.h).
         group: as in PackedWeight; 32 for MXFP4.

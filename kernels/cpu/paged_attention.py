@@ -72,9 +72,9 @@ class SequenceShape:
 
 
 def group_sequences(shapes: list[SequenceShape], causal: bool = True) -> list[list[SequenceShape]]:
-    """Group sequences of similar size, so that padding each to the largest of its group stays within limits.
+    """Group sequences of similar size, because each sequence is padded to the size of the largest in its group.
 
-    Sequences with many queries are cut into pieces first.
+    Sequences with many queries are first cut into several pieces.
 
     Args:
         shapes: the sequences of a step.

@@ -29,11 +29,11 @@ class SpinControl:
 
     @property
     def short(self) -> bool:
-        """Return True if threads spin only briefly at present."""
+        """Return True if idle OpenMP threads spin only briefly at present."""
         return self._end is not None
 
     def shorten(self) -> None:
-        """Make OpenMP threads spin only briefly from now on."""
+        """Make idle OpenMP threads spin only briefly, then sleep, from now on."""
         if self._end is not None or self._runtime is None:
             return
         ready, self._end = threading.Event(), threading.Event()
@@ -44,7 +44,7 @@ class SpinControl:
         ready.wait(START_S)
 
     def lengthen(self) -> None:
-        """Restore the default spin time of the OpenMP runtime."""
+        """Restore the default time for which idle OpenMP threads spin before they sleep."""
         if self._end is None or self._holder is None:
             return
         self._end.set()

@@ -93,7 +93,7 @@ def attend_codes(
     - row_at (ROWS,): position of each row's query, -1 for padding.
     - table_ptr: block table of the sequence. k_ptr, v_ptr: cached values of the KV head as int16 words; K in "fp8" as
       float8. stride_block, stride_key: in words.
-    - plain: keys before it need no mask of draft trees. nearby (ROWS,): `TreeMask.nearby`, or None.
+    - plain: the first key that needs a mask of draft trees. nearby (ROWS,): `TreeMask.nearby`, or None.
     - least: the first key that any row sees, used with WINDOW.
     - scale, cap, window: as in ScoreRules. CAP, WINDOW: whether they apply. CODES: as in `code_values`.
     """

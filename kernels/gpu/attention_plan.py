@@ -78,9 +78,6 @@ class AttentionShape:
     def spare_part_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
         """Return an upper bound of the bytes of partial attention results in a step.
 
-        Steps need this memory if sequences differ in length or share prefixes. In deterministic mode the bound is
-        exact, but a captured graph may reserve up to twice as much.
-
         Args:
             rows: number of queries of the step.
             longest: maximum number of keys of a query.
@@ -88,6 +85,7 @@ class AttentionShape:
             queries: maximum number of queries of a sequence.
         """
         if self.deterministic:
+            # Exact; a captured graph may reserve up to twice as much
             spare = most_segments(rows, longest) if longest > SEGMENT else 0
         else:
             spare = most_own(rows, self.programs, device, queries)
@@ -126,8 +124,8 @@ class Room:
 
     Attributes:
         longest: maximum number of keys of a sequence.
-        sharing: maximum numbers of parts, items and members of shared prefixes; see Prefixes. None: the numbers of the
-            first step, rounded up to powers of two to limit the number of different graphs.
+        sharing: maximum numbers of partial results, work items and members in `Prefixes`. None: the numbers of the
+            captured step, rounded up to powers of two.
         queries: maximum number of queries of a sequence; more than one if drafts are verified.
     """
 
@@ -349,8 +347,8 @@ def plan_attention(
         context_lens: number of keys of each sequence, its queries included.
         shape: properties of the model.
         device: device of the plan's arrays.
-        shared: prefixes from `find_shared` or from the planner, shorter ones first. They are rounded down to
-            `shape.unit`, and used for sequences in decode attention while there is room for their parts.
+        shared: prefixes from `find_shared` or from the planner, shorter ones first. Only sequences in decode attention
+            use them, if the buffers have space for the partial results.
         room: the sizes of a captured graph, if the step is captured or replayed (`refilled`). Each sequence then has at
             most `room.queries` queries. Padding sequences have 0 keys.
         windows: sliding windows of the layers that use the plan; None: full attention.

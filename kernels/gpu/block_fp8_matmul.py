@@ -25,9 +25,9 @@ def block_fp8_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply x by a float8 weight with one scale per block, as `block_fp8_matmul_reference` does.
+    """Return x W^T + bias for a float8 weight with one scale per block: (T, N), or (T, N / 2) with an activation.
 
-    x is quantised by a separate kernel.
+    It computes what `block_fp8_matmul_reference` computes. x is quantised by a separate kernel.
 
     Args:
         x: (T, K); rows may be strided.

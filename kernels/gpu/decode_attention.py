@@ -197,15 +197,15 @@ def decode_attention(
         block_tables: (S, blocks) int32.
         context_lens: (S,) int32, number of keys of each sequence; with `chunks` (T,) int32, keys up to each query's
             own.
-        splits: how keys are split among programs, made for this window.
+        splits: how keys are split among programs, made for the window of `rules`.
         rules: scale, sliding window, cap, sinks and bias of scores.
         k_scale: (blocks, kv_heads, block_size) float32, for a quantised cache.
         v_scale: as `k_scale`.
         rows: (n, 2) int32, the row of q and the sequence of each query, if q has other rows too. The output of other
             rows is not written.
         prefixes: shared keys, from `plan_attention`, which are read once per group of sequences.
-        chunks: (S, 2) int32, the first row of q and the number of queries of each sequence, its last tokens. All rows
-            of q must be in a chunk.
+        chunks: (S, 2) int32, the first row of q and the number of queries of each sequence. The queries are its last
+            tokens. Each row of q must belong to a sequence.
         nearby: (T,) int32, TreeMask.nearby, only with `chunks`; None: no query is in a draft tree.
         deterministic: True if a row's bits must depend only on its own keys. `splits` must be deterministic too.
         out: like q; receives the output if given.

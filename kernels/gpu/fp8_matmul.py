@@ -38,9 +38,9 @@ def fp8_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply x by a float8_e4m3fn weight as `fp8_matmul_reference` does.
+    """Return x W^T + bias for a float8_e4m3fn weight: (T, N), or (T, N / 2) with an activation.
 
-    x is quantised per row by a separate kernel.
+    It computes what `fp8_matmul_reference` computes. x is quantised per row by a separate kernel.
 
     Args:
         x: (T, K); rows may be strided.

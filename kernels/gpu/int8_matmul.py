@@ -28,7 +28,7 @@ def int8_matmul(
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Multiply x, quantised per row, by an int8 weight: (T, N), or (T, N / 2) with an activation.
+    """Return x W^T + bias for an int8 weight, with x quantised per row: (T, N), or (T, N / 2) with an activation.
 
     Without an activation, the result equals that of `quantized_linear_reference`. x is quantised by a separate kernel.
 

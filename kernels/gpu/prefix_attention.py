@@ -54,7 +54,7 @@ class Prefixes:
 
     @property
     def members(self) -> Tensor:
-        """Return the rows of all work items, item by item, int32 on the device."""
+        """Return the indices of the queries of all work items, item by item, int32 on the device."""
         return self.held["members"].tensor
 
     @property

@@ -263,7 +263,9 @@ def int4_weight_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply x by a packed int4 weight, as `int4_weight_matmul_reference` does.
+    """Return x W^T + bias for a packed int4 weight: (T, N), or (T, N / 2) with an activation.
+
+    It computes what `int4_weight_matmul_reference` computes.
 
     Args:
         x: (T, K); rows may be strided.
@@ -286,7 +288,9 @@ def mxfp4_matmul(
     activation: Activation | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Multiply x by a packed MXFP4 weight, as `mxfp4_matmul_reference` does.
+    """Return x W^T + bias for a packed MXFP4 weight: (T, N), or (T, N / 2) with an activation.
+
+    It computes what `mxfp4_matmul_reference` computes.
 
     Args:
         x: (T, K); rows may be strided.
