@@ -27,8 +27,8 @@ class ContentRoots:
 
     Args:
         max_model_len: The maximum number of tokens of prompt and answer.
-        long_rope_beyond: A number of tokens: with LongRoPE, a request whose maximum length exceeds it uses other rotary
-            angles. None: there is no LongRoPE.
+        long_rope_beyond: The number of tokens beyond which a request uses LongRoPE's angles for long sequences. None:
+            the model has no LongRoPE.
         adapted: True if some requests have an adapter.
     """
 
@@ -73,13 +73,13 @@ class ContentRoots:
     def rope_offset(self, prompt_tokens: int, params: SamplingParams) -> int:
         """Return the row of the model's rotary tables that position 0 of a request uses.
 
-        It is 0, or max_model_len if the request uses the angles for long sequences of LongRoPE. It depends on the
-        maximum length of the request, not on its current length, and so never changes.
+        It is 0, or max_model_len if the request uses LongRoPE's angles for long sequences.
 
         Args:
             prompt_tokens: The number of tokens of the request's prompt.
             params: The request's sampling parameters.
         """
+        # The maximum length decides, as the cached K and V would be wrong if the angles changed with the current length
         beyond = self.long_rope_beyond
         return 0 if beyond is None or self.longest(prompt_tokens, params) <= beyond else self.max_model_len
 

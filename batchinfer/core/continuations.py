@@ -13,18 +13,17 @@ from batchinfer.core.request import TokenIds, common_prefix
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """A path through the trie of a request's continuations, which an engine runs as one sequence.
+    """One of the sequences that an engine runs, in order, to score the continuations of a request.
 
-    The trie contains each common prefix of continuations once. Branches run in order: a branch uses the cached K and V
-    of earlier ones, and needs logits only at the positions that no earlier branch has. The logits of position `first +
-    i` score the tokens `targets[starts[i]:starts[i + 1]]`.
+    The logits of the position `first + i` score the tokens `targets[starts[i]:starts[i + 1]]`. These are the tokens of
+    all continuations that have the same tokens up to this position. Later branches do not score them again.
 
     Args:
-        tokens: (n,), the tokens to run: the context, then the path without its last token.
-        first: The first position whose logits are needed.
-        starts: (n - first + 1,), for each position from `first` on, where its targets start in `targets`.
-        targets: (m,), the tokens whose log-probabilities are computed.
-        slots: (m,), the index of each target among the tokens of all continuations of the request.
+        tokens: (n,), the tokens to run: the context, then a continuation without its last token.
+        first: The first position whose logits are needed. Earlier branches use the logits of the positions before it.
+        starts: (n - first + 1,), for each position from `first` on, the index in `targets` at which its tokens start.
+        targets: (m,), the tokens to score.
+        slots: (m,), the index of each target in the concatenation of all continuations.
     """
 
     tokens: TokenIds
@@ -44,12 +43,12 @@ class Branch:
         return cls(prompt, 0, np.append(every, count), prompt[1:], every[:-1])
 
     def asked(self, start: int, end: int) -> slice:
-        """Return the slice of `targets` that are scored by the logits of the positions [start, end)."""
+        """Return the slice of `targets` with the tokens that the logits of the positions [start, end) score."""
         low, high = (min(max(at, self.first), len(self.tokens)) - self.first for at in (start, end))
         return slice(int(self.starts[low]), int(self.starts[high]))
 
     def positions(self, start: int, end: int) -> TokenIds:
-        """Return for each target that `asked` selects the position whose logits score it."""
+        """Return for each token that `asked` selects the position whose logits score it."""
         counts = np.diff(self.starts)
         every = np.repeat(np.arange(self.first, len(self.tokens), dtype=np.int32), counts)
         return every[self.asked(start, end)]
@@ -89,10 +88,11 @@ class Continuations:
         return cls(prompt[: ends[0]], tuple(np.split(prompt, ends)[1:-1]))
 
     def branches(self) -> list[Branch]:
-        """Return the branches that together score all continuations. Common prefixes are computed once.
+        """Return the sequences to run to score all continuations. Common prefixes of continuations are computed once.
 
-        Branches are in the lexical order of continuations. A continuation has no branch if another one begins with it.
+        A continuation with which another continuation begins needs no sequence of its own.
         """
+        # In lexical order, continuations with a common prefix are neighbours
         order = sorted(range(len(self.each)), key=lambda number: self.each[number].tolist())
         slots = np.cumsum([0, *map(len, self.each)]).tolist()
         path: list[_Asked] = []  # the nodes of the previous continuation

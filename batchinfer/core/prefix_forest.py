@@ -23,8 +23,8 @@ ROOT = -1  # the parent of top-level nodes; not a node itself
 class PrefixForest:
     """A forest of the prefixes that consecutive prompts share.
 
-    A node is a prefix that two or more consecutive prompts share. Parents come before children. All arrays except
-    `node_of` have an element per node.
+    Each node is a prefix that at least two consecutive prompts share. All arrays except `node_of` have an element per
+    node. Parents come before children.
 
     Args:
         depth: The number of tokens of the prefix.
@@ -45,18 +45,15 @@ class PrefixForest:
 
     @property
     def around(self) -> Ints:
-        """Return the innermost node of each prompt, followed by the parent of each node; ROOT if there is none.
+        """Return (prompts + nodes,): the node of each prompt's longest shared prefix, then the parent of each node.
 
-        Element i belongs to prompt i, or to node i - prompts.
+        Prompts and nodes without one have ROOT.
         """
         return np.concatenate([self.node_of, self.parent])
 
     @property
     def firsts(self) -> Ints:
-        """Return the number of each prompt, followed by the number of the first prompt of each node.
-
-        Element i belongs to prompt i, or to node i - prompts.
-        """
+        """Return (prompts + nodes,): the number of each prompt, then the number of the first prompt of each node."""
         return np.concatenate([np.arange(len(self.node_of), dtype=np.int32), self.first])
 
     @property
@@ -66,9 +63,9 @@ class PrefixForest:
 
     @property
     def saved(self) -> NDArray[np.int64]:
-        """Return for each node of the forest how many prompt tokens are saved if its own tokens are computed only once.
+        """Return for each node of the forest the number of prompt tokens that are saved if it is computed only once.
 
-        The alternative is to compute them once per prompt with the prefix.
+        These are the node's own tokens (see `own`), for each prompt with its prefix except one.
         """
         return self.own.astype(np.int64) * (self.users - 1)
 
@@ -117,8 +114,6 @@ class PrefixForest:
 
 def prefix_forest(shared: Ints) -> PrefixForest:
     """Build the forest of the prefixes that consecutive prompts share.
-
-    A node is a longest possible range of prompts that each share at least `depth` tokens with the prompt before.
 
     Args:
         shared: (prompts,), the number of leading tokens that each prompt shares with the previous prompt; 0 for the

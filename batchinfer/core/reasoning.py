@@ -78,9 +78,9 @@ class Reasoning:
         return cls(value["begin"], value["end"], value["answer"], value["gap"], tokens)
 
     def tokens_after(self, opening: int) -> ReasoningTokens | None:
-        """Return the reasoning markers as tokens, as they occur in answers to a prompt.
+        """Return the reasoning markers, as tokens, that answers to a prompt may contain.
 
-        The result is None if the prompt has ended the reasoning, or the markers have no fixed tokens.
+        Returns None if the prompt has ended the reasoning, or the markers have no fixed tokens.
 
         Args:
             opening: How the prompt ends: NO_MARKER, OPEN (after the marker before reasoning) or CLOSED (after the
@@ -95,8 +95,8 @@ class ReasoningCut(NamedTuple):
     """The positions of the reasoning and of the final answer in the tokens of an answer.
 
     Args:
-        start: The index of the first token of the reasoning.
-        end: The index of its end, exclusive; the marker is not included.
+        start: The index of the first token of the reasoning, after the marker.
+        end: The end of the reasoning (exclusive), before the marker.
         answer: The index of the first token of the final answer. None: the answer ended within its reasoning.
         reasons: False if there is no reasoning.
     """

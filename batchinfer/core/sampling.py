@@ -193,10 +193,7 @@ class SamplingParams:
 
     @property
     def reasoning(self) -> ReasoningTokens | None:
-        """Return the markers that begin and end reasoning, or None.
-
-        They are only known if a budget limits the reasoning, or a constraint begins after it.
-        """
+        """Return the reasoning markers; None unless a budget limits the reasoning or a constraint begins after it."""
         return ReasoningTokens(*self.after_reasoning) if self.after_reasoning else None
 
     @property
@@ -238,7 +235,7 @@ class SamplingParams:
 
     @property
     def constraint_digest(self) -> bytes:
-        """Return the sha256 of the constraint's name and value, because the value may have a megabyte."""
+        """Return the sha256 of the constraint's name and value."""
         name = self.constraint
         named = (name, None if name is None else getattr(self, name))
         return sha256(repr(named).encode()).digest()
@@ -265,10 +262,7 @@ class SamplingParams:
 
     @property
     def is_stateless(self) -> bool:
-        """Return True if the sampling of a token does not depend on earlier tokens.
-
-        The result is False if log-probabilities are requested.
-        """
+        """Return True if each token is sampled independently of earlier tokens, and without log-probabilities."""
         looks_back = self.penalised or self.min_tokens or self.bad_tokens
         guided = self.constraint is not None or self.reasoning is not None
         return not looks_back and not guided and not self.asks_logprobs
@@ -290,9 +284,9 @@ class SamplingParams:
     def to_json(self) -> str:
         """Return canonical JSON (sorted keys, no spaces): equal parameters give equal text.
 
-        Parameters at their defaults are omitted, so new parameters do not change stored texts and keys. Therefore the
-        defaults must never change.
+        Parameters with their default values are omitted.
         """
+        # New parameters do not change stored texts and keys. Therefore, defaults must never change
         changed = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
         return json.dumps(changed, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 

@@ -13,9 +13,9 @@ _CONTINUES = "run the same command again"
 
 
 class Died(Exception):
-    """Two child processes died in one call of `ask_child`, so its arguments are probably the cause.
+    """The child process of an `ask_child` call died, and so did the child process that repeated its work.
 
-    Limits on memory or CPU time did not cause it.
+    The cause is not a limit on memory or CPU time. Probably it is the arguments of the call.
     """
 
     def __init__(self, ended: Ended | None) -> None:

@@ -40,7 +40,7 @@ def split_cores(parts: int, nodes: Path = _NODES, topology: Path = _TOPOLOGY) ->
         topology: The system's folder with the topology of cores.
 
     Returns:
-        The core numbers of each part; empty parts if the system has no CPU affinity.
+        The numbers of the cores of each part. All parts are empty on a system without CPU affinity, such as macOS.
     """
     if not hasattr(os, "sched_getaffinity"):
         return [()] * parts

@@ -38,19 +38,8 @@ def _gpu(
     bfloat16: bool = True,
     fp8: bool = False,
 ) -> Datasheet:
-    """Create the datasheet of a GPU.
-
-    Tensor cores support int8 since Turing, bfloat16 since Ampere, and fp8 since Ada and Hopper, with the peak of int8.
-
-    Args:
-        half: TFLOP/s in float16.
-        single: TFLOP/s in float32.
-        int8: TOP/s in int8. None: not supported.
-        terabytes: The bandwidth of the memory in TB/s.
-        gigabytes: The size of the memory in GB.
-        bfloat16: True if bfloat16 has the peak of float16. False: it is not supported.
-        fp8: True if fp8 has the peak of int8. False: it is not supported.
-    """
+    # Peaks in TFLOP/s by dtype, TB/s and GB of memory. bfloat16 has the peak of float16, and fp8 that of int8. Tensor
+    # cores support int8 since Turing, bfloat16 since Ampere, and fp8 since Ada and Hopper
     flops = {"float16": half * _T, "float32": single * _T}
     if int8 is not None:
         flops["int8"] = int8 * _T

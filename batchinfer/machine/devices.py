@@ -49,19 +49,11 @@ class Devices:
         return f"{self.link.name}, {self.network.name}" if self.nodes > 1 else self.link.name
 
     def in_one_node(self, ranks: int) -> bool:
-        """Return True if all ranks of a group are in one machine, for groups of consecutive devices.
-
-        Args:
-            ranks: The number of devices of a group.
-        """
+        """Return True if each group of `ranks` consecutive devices is within one machine."""
         return self.in_node % ranks == 0
 
     def link_among(self, ranks: int) -> DeviceLink:
-        """Return the slowest link within a group of consecutive devices.
-
-        Args:
-            ranks: The number of devices of the group.
-        """
+        """Return the slowest link between the devices of a group of `ranks` consecutive devices."""
         return self.link if self.in_one_node(ranks) else self.network
 
 

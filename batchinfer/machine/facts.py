@@ -79,14 +79,14 @@ class MachineFacts:
         return max(1, len(self.gpus or ())) if self.device == "cuda" else 1
 
     def arm_sums(self, dtype: str) -> str:
-        """Return a name for the order in which the compiled operators of an Arm CPU add numbers; "" on other devices.
+        """Return the instructions with which compiled operators add numbers on an Arm CPU; "" on other devices.
 
-        Different orders may give different answers. BFDOT (and BFMMLA, which the same CPUs have) also rounds bfloat16
-        sums differently.
+        The result is "bfdot" or "neon". Answers may differ between them.
 
         Args:
             dtype: The dtype of activations.
         """
+        # BFDOT (and BFMMLA, which the same CPUs have) rounds bfloat16 sums differently
         if self.device != "cpu" or not self.arm:
             return ""
         return "bfdot" if dtype == "bfloat16" and self.fast_bf16 else "neon"

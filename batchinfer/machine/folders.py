@@ -8,17 +8,16 @@ SHARED_READ = 0o755
 
 
 def make_folder(path: Path, mode: int = SHARED_READ) -> None:
-    """Create a folder and its missing parents.
-
-    Missing parents get the mode SHARED_READ, even with an umask of 0. `Path.mkdir(parents=True)` would use 0777.
+    """Create a folder and its missing parents, whose permissions are SHARED_READ. Do nothing if the folder exists.
 
     Args:
-        path: The folder. It may exist.
+        path: The folder.
         mode: The permissions of the folder, before the umask is applied.
 
     Raises:
         OSError: A folder cannot be created, or there is a file in its place.
     """
+    # Path.mkdir(parents=True) would create parents with 0777 if the umask is 0
     for above in reversed(path.parents):
         if not above.exists():
             above.mkdir(mode=SHARED_READ, exist_ok=True)

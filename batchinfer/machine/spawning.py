@@ -92,9 +92,9 @@ def cpu_limit_s() -> int | None:
 
 @contextmanager
 def receiving() -> Iterator[None]:
-    """Return a context manager that converts OSErrors to EOFError, while a message is received from another process.
+    """Return a context manager for receiving a message from another process, which may end at any time.
 
-    The other process may end while it sends the message.
+    An OSError becomes an EOFError.
     """
     try:
         yield
@@ -105,8 +105,8 @@ def receiving() -> Iterator[None]:
 class Child:
     """A child process of this Python process that runs one function.
 
-    The attribute `connection` is the parent's end of a pipe between both. On Linux the child is killed when the
-    *thread* that started it ends. On other systems it must exit when its connection is closed.
+    The attribute `connection` is the parent's end of a pipe to the child. On Linux, the child is killed when the
+    *thread* that started it ends. On other systems, it must exit when its end of the pipe is closed.
     """
 
     def __init__(self, target: str, *arguments: object, files: Sequence[int] = ()) -> None:

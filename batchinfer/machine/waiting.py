@@ -13,9 +13,11 @@ LOOK_S = 0.25
 class WaitTimer:
     """Measures how long this process has waited for another process.
 
-    Time in which this process was stopped does not count. A terminal, container or virtual machine can stop processes,
-    and then the other process was probably stopped too. Call `look` often: each call counts at most `most_s` seconds.
+    Time in which this process was stopped, for example by a terminal or a container, does not count. Call `look` often:
+    of the time between two calls, at most `most_s` seconds count.
     """
+
+    # If this process was stopped, the other process was probably stopped too
 
     def __init__(self, most_s: float = 2 * LOOK_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._most_s, self._clock = most_s, clock

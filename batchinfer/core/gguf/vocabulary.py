@@ -58,7 +58,7 @@ class Vocabulary:
     def ends(self) -> list[int]:
         """Return the ids of the tokens that end an answer.
 
-        The tokens that the metadata declares come first, then further tokens that llama.cpp treats in this way.
+        The tokens that the metadata names come first, then further ones that end answers in llama.cpp.
         """
         stated = [self.stated.get(f"{name}_token_id") for name in ("eos", "eot", "eom")]
         found = [each for each in stated if type(each) is int and 0 <= each < len(self.tokens)]

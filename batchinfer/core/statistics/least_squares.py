@@ -10,7 +10,7 @@ TOLERANCE = 1e-10  # gradients below this count as zero
 
 
 def nonnegative(columns: Floats, wanted: Floats) -> Floats:
-    """Return the coefficients x ≥ 0 that minimise |columns @ x - wanted|, (n,): least squares without negative values.
+    """Return the coefficients x ≥ 0, (n,), that minimise |columns @ x - wanted|.
 
     Args:
         columns: (m, n). A column of zeros gets the coefficient 0.

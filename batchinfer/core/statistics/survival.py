@@ -15,11 +15,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SurvivalCurve:
-    """Estimates how long answers are: the share of answers that are longer than n tokens (Kaplan and Meier, 1958).
+    """The share of answers that are longer than n tokens, for each n, estimated from a sample of answers.
 
-    An answer that was cut or is still running is only known to be longer than its current length (a censored
-    observation). Beyond the longest observed answer, the share decreases exponentially, at the mean rate up to there
-    (Brown, Hollander and Kotz, 1974).
+    Answers that were cut or are still running count as longer than their current length (Kaplan and Meier, 1958). The
+    estimate is extrapolated beyond the longest answer of the sample (Brown, Hollander and Kotz, 1974).
 
     Args:
         _lengths: The lengths in tokens at which answers ended, ascending.
@@ -27,6 +26,7 @@ class SurvivalCurve:
         _last: The number of tokens of the longest answer, cut or not.
     """
 
+    # Beyond the longest answer, the share decreases exponentially, at the mean rate up to there
     _lengths: Ints
     _longer: Floats
     _last: int
@@ -61,7 +61,7 @@ class SurvivalCurve:
         return cls(ended, longer, int(max(ended[-1], cut[-1] if len(cut) else 0)))
 
     def length(self, share: float, most: int) -> int:
-        """Return a quantile of the answers' lengths: a given share of the answers has at most this number of tokens.
+        """Return the number of tokens that a given share of the answers does not exceed.
 
         Args:
             share: The share of the answers, 0 to 1.

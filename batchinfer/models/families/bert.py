@@ -146,7 +146,7 @@ def _check(fields: Fields) -> None:
 
 
 def bert_modules(_: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in BERT's checkpoints, by parameter name."""
+    """Return, by parameter name, the modules that store a layer's parameters in BERT's checkpoints."""
     return {
         "q": "attention.self.query",
         "k": "attention.self.key",
@@ -160,13 +160,13 @@ def bert_modules(_: LayerSpec) -> Modules:
 
 
 def mpnet_modules(layer: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in MPNet's checkpoints, by parameter name."""
+    """Return, by parameter name, the modules that store a layer's parameters in MPNet's checkpoints."""
     parts = {name: f"attention.attn.{name}" for name in "qkvo"}
     return {**bert_modules(layer), **parts, "attention_norm": "attention.LayerNorm"}
 
 
 def distilbert_modules(_: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in DistilBERT's checkpoints, by parameter name."""
+    """Return, by parameter name, the modules that store a layer's parameters in DistilBERT's checkpoints."""
     parts = {name: f"attention.{name}_lin" for name in "qkv"}
     return {
         **parts,

@@ -133,7 +133,7 @@ def _attention(fields: Fields, interleaved: bool) -> LatentAttentionSpec:
 
 
 def deepseek_modules(layer: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in DeepSeek's checkpoints, by parameter name."""
+    """Return, by parameter name, the modules that store a layer's parameters in DeepSeek's checkpoints."""
     experts = expert_modules(layer, "mlp.experts", PROJECTIONS)
     if not isinstance(layer.feed_forward, ExpertsSpec):
         return MODULES

@@ -92,7 +92,7 @@ LLAMA_MODULES: Modules = {
 
 
 def llama_modules(_: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in Llama's checkpoints, by parameter name."""
+    """Return, by parameter name, the modules that store a layer's parameters in Llama's checkpoints."""
     return LLAMA_MODULES
 
 

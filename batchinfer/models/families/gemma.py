@@ -165,7 +165,7 @@ def _model(family: str, files: ConfigFiles, layers: tuple[LayerSpec, ...], **spe
 
 
 def gemma_modules(layer: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in Gemma's checkpoints, by parameter name.
+    """Return, by parameter name, the modules that store a layer's parameters in Gemma's checkpoints.
 
     The names are Llama's. Gemma 2 and 3 have more norms.
     """

@@ -107,7 +107,7 @@ def _norm(fields: Fields, key: str) -> NormSpec:
 
 
 def gpt2_modules(layer: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in GPT-2's checkpoints, by parameter name.
+    """Return, by parameter name, the modules that store a layer's parameters in GPT-2's checkpoints.
 
     q, k and v share a module, and weights are transposed.
     """
@@ -127,7 +127,7 @@ def gpt2_modules(layer: LayerSpec) -> Modules:
 
 
 def gpt_neox_modules(layer: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in GPT-NeoX' checkpoints, by parameter name.
+    """Return, by parameter name, the modules that store a layer's parameters in GPT-NeoX's checkpoints.
 
     q, k and v share a module, in which the outputs of q, k and v alternate head by head.
     """

@@ -76,7 +76,7 @@ def _check_activation(fields: Fields) -> None:
 
 
 def gpt_oss_modules(layer: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in gpt-oss' checkpoints, by parameter name.
+    """Return, by parameter name, the modules that store a layer's parameters in gpt-oss's checkpoints.
 
     The weights of all experts are in one tensor per matrix product. They are transposed, and the outputs of gate and up
     alternate.

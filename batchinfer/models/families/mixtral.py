@@ -36,7 +36,7 @@ def parse_mixtral(files: ConfigFiles) -> ModelSpec:
 
 
 def mixtral_modules(layer: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in Mixtral's checkpoints, by parameter name."""
+    """Return, by parameter name, the modules that store a layer's parameters in Mixtral's checkpoints."""
     names = {"gate": "w1", "up": "w3", "down": "w2"}
     experts = expert_modules(layer, "block_sparse_moe.experts", names)
     return {**LLAMA_MODULES, "router": "block_sparse_moe.gate", **experts}

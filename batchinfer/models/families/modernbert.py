@@ -84,7 +84,7 @@ def _rope(fields: Fields, kind: LayerKind) -> RopeConfig:
 
 
 def modernbert_modules(layer: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in ModernBERT's checkpoints, by parameter name.
+    """Return, by parameter name, the modules that store a layer's parameters in ModernBERT's checkpoints.
 
     q, k and v share a module, and so do gate and up.
     """

@@ -43,7 +43,7 @@ def parse_olmo2(files: ConfigFiles) -> ModelSpec:
 
 
 def olmo2_modules(_: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in OLMo 2's checkpoints, by parameter name.
+    """Return, by parameter name, the modules that store a layer's parameters in OLMo 2's checkpoints.
 
     The names are Llama's, but norms follow each half of a layer.
     """

@@ -53,7 +53,7 @@ def _rotation(fields: Fields, head_dim: int) -> Rotation:
 
 
 def phi3_modules(layer: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in Phi-3's checkpoints, by parameter name.
+    """Return, by parameter name, the modules that store a layer's parameters in Phi-3's checkpoints.
 
     q, k and v share a module, and so do gate and up.
     """

@@ -116,7 +116,7 @@ def _alternating_windows(fields: Fields) -> list[int | None]:
 
 
 def qwen_moe_modules(layer: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in Qwen-MoE's checkpoints, by parameter name."""
+    """Return, by parameter name, the modules that store a layer's parameters in Qwen-MoE's checkpoints."""
     return {**MODULES, **expert_modules(layer, "mlp.experts", PROJECTIONS)}
 
 

@@ -45,7 +45,7 @@ def parse_stablelm(files: ConfigFiles) -> ModelSpec:
 
 
 def stablelm_modules(layer: LayerSpec) -> Modules:
-    """Return the module that stores each parameter of a layer in StableLM's checkpoints, by parameter name.
+    """Return, by parameter name, the modules that store a layer's parameters in StableLM's checkpoints.
 
     The names are Llama's. The norms of q and k have a module per head.
     """
