@@ -72,7 +72,7 @@ ToOpenai = Annotated[
 OpenaiTimestamps = Annotated[
     bool,
     typer.Option(
-        "--openai-timestamps", help="Write this run's time as `created` into that file, instead of 0."
+        "--openai-timestamps", help="With `--to-openai`: write this run's time as `created`, instead of 0."
     ),
 ]
 

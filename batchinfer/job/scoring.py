@@ -46,7 +46,7 @@ class ClassifySection(Section):
         default=False,
         description="`true`: divide each label's probability by its probability after [a prompt without "
         "content](scores.md#labels-that-the-model-likes-too-much), in which `N/A` replaces all values of a row. "
-        "A text is used in place of `N/A`.",
+        "A text, such as `[MASK]`: the same with this text in place of `N/A`.",
     )
 
     @property

@@ -51,13 +51,13 @@ ACCURACY_COLUMNS: tuple[Column, ...] = (
 
 CONFUSION_COLUMNS: tuple[Column, ...] = (
     RUN_ID,
-    text("field", "as in `accuracy`; only fields of few labels are here"),
+    text("field", "as in `accuracy`; only fields with at most 50 labels"),
     text("expected", "the label that was expected, as it was first written"),
     text(
         "outcome",
-        "`label`: the answer is a label; `other`: it is none; `error`: the row is an error row",
+        "`label`: the answer is one of the expected labels; `other`: another text; `error`: the row is an error row",
     ),
-    text("answer", "the label in the answer; null for the other outcomes"),
+    text("answer", "the label in the answer; null for `other` and `error`"),
     count("rows", "rows", "number of rows"),
 )
 

@@ -57,8 +57,8 @@ FORECAST: tuple[Column, ...] = (
     ratio("forecast_mbu", "the forecast of `mbu`"),
     text(
         "forecast_basis",
-        "source of the times of steps: earlier `runs`, `measured` by `doctor --measure`, a `declared` share of the "
-        "peaks, or the `limit` of the peaks (half of it on a CPU)",
+        "source of the times of steps: earlier `runs`; `measured` by `doctor --measure`; `declared`: 60 % of a GPU's "
+        "peaks; `limit`: half of a CPU's peaks",
     ),
     count(
         "forecast_answers_from",

@@ -32,7 +32,7 @@ ROW_COUNTS: tuple[Column, ...] = (
     count(
         "waves",
         "plans",
-        "plans that the engines followed while the input was read; null if it was read before",
+        "plans that the engines followed while the input was read; null if the whole input was read first",
     ),
     count(
         "again_tokens",

@@ -36,7 +36,7 @@ TIMES: tuple[Column, ...] = (
         "bytes",
         "GPU memory free after loading, in the replica with the least; null on a CPU",
     ),
-    seconds("engine_s", "computing, measured by the parent process"),
+    seconds("engine_s", "computing, measured by the command"),
     seconds("publish_s", "counting errors, joining and publishing the results"),
     seconds("close_s", "storing the last answers, ending the worker, writing these tables"),
     seconds("other_s", "part of `wall_s`: time outside of the other phases"),

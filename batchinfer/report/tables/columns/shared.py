@@ -51,7 +51,7 @@ def drafts(of_run: bool) -> Iterator[Column]:
     )
     yield seconds(
         "drafts_saved_s",
-        "estimated time of the same tokens without drafts, by the median times of such steps, less their actual time"
+        "time that drafts saved: the estimated time of the same tokens without drafts, less their actual time"
         + ("; at most the time of all steps; null if it is unknown for most draft tokens" if of_run else ""),
         sql=_SAVED_S if of_run else "",
     )
