@@ -190,11 +190,11 @@ class Checkpoint(WeightFiles):
         return sum(map(math.prod, self.shapes.values()))
 
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
-        """Return each key of the job file whose value this model does not support on any device, and the reason.
+        """Return (key, reason) for each key of the job file whose value this model does not support on any device.
 
         Args:
-            quantized: True if the job quantises weights. Not used.
-            deterministic: True if the job is deterministic. Not used.
+            quantized: Not used.
+            deterministic: Not used.
             coded_cache: True if the job quantises the KV cache.
         """
         if not (coded_cache and self.spec.attention.cache.latent):
@@ -273,7 +273,8 @@ def dequantisation_notices(
     """Yield a notice for the user about each storage format whose weights are dequantised on loading.
 
     Args:
-        forms: Per name of a format, the form in which its weights could stay in memory instead. None: in no form.
+        forms: By name of the storage format, the form in which its weights could stay in memory with another value of
+            model.quantization. None: there is no such form.
         shapes: The shapes of all weights after dequantisation, for their size in memory.
     """
     for name, form in sorted(forms.items(), key=lambda found: found[0]):

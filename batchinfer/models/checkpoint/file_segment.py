@@ -51,7 +51,7 @@ class FileSegment:
 
         Args:
             to: A tensor of the same shape, of any dtype and on any device.
-            pages: Memory for reads whose dtype or device is converted.
+            pages: Buffers for values whose dtype or device must be converted.
 
         Raises:
             OSError: Reading failed, or the file has become shorter.
@@ -85,8 +85,8 @@ def segment_of(tensors: Mapping[str, StoredTensor], part: StoredPart) -> FileSeg
         part: The part of a stored tensor that is the parameter.
 
     Returns:
-        None if there is no such range: the values are quantised, sparse, transposed, not contiguous, in a GGUF file, or
-        not read by this rank.
+        The range. None: the values are not stored as contiguous floats of a safetensors file in the parameter's layout,
+        or this rank does not read them.
     """
     stored = part.stored
     if stored.rows or part.packed is not None or part.elsewhere:

@@ -29,7 +29,7 @@ class Outlier:
     Args:
         where: The norm or projection whose outputs are the input, such as "input norm of layer 3".
         channel: The number of the channel.
-        ratio: The scale of the channel, divided by the scale of the median channel.
+        ratio: The magnitude of the channel, divided by the magnitude of the median channel.
     """
 
     where: str

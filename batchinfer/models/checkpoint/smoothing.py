@@ -31,13 +31,13 @@ OUTLIER_RATIO = 4.0
 class SmoothedWeights(Weights):
     """A source of a model's weights with smaller outlier channels, for matrix products that are quantised on loading.
 
-    Outliers are divided in the weights of norms and up projections, and the weights that read them are multiplied.
+    The outputs of norms and up projections are divided by factors in outlier channels. The weights that read these
+    channels are multiplied by the same factors, so the model computes the same function.
 
     Args:
         weights: The source of the unchanged weights.
         spec: The model, or the rank's shard.
-        ranks: The ranks among which experts are divided. The factors of the experts' common input depend on the experts
-            of all ranks. None: a single rank.
+        ranks: The ranks among which experts are divided, which use the same factors. None: a single rank.
     """
 
     def __init__(self, weights: Weights, spec: ModelSpec, ranks: Group | None = None) -> None:

@@ -57,7 +57,7 @@ class StoredParts:
     """Finds out which stored tensors, or slices of them, a rank reads for the parameters of its shard."""
 
     def __init__(self, checkpoint: Checkpoint, shard: ModelShard) -> None:
-        """Create the spec of the rank's shard.
+        """Prepare to find the stored tensors of a shard.
 
         Raises:
             CannotSplit: The model cannot be sharded like this.
@@ -164,31 +164,21 @@ def _cut(
 def _spans(
     shape: Shape, transposed: bool, turned: bool, outputs: Span | None, inputs: Span | None
 ) -> tuple[Span, Span]:
-    """Return the two ranges of a quantised matrix that a rank reads, in the order of the arguments of PackedTensor.cut.
-
-    Args:
-        shape: The shape of the dequantised matrix.
-        transposed: True if its quantised values are transposed.
-        turned: True if the dequantised matrix is (inputs, outputs).
-        outputs: The outputs that the rank needs. None: all.
-        inputs: The inputs that the rank needs. None: all.
-    """
+    # A turned matrix is (inputs, outputs) when it is dequantised
     sizes = shape[::-1] if transposed or turned else shape
     spans = outputs or (0, sizes[0]), inputs or (0, sizes[1])
     return spans[::-1] if turned else spans
 
 
 def _cut_outputs(part: Part | None, outputs: Span | None) -> tuple[Part | None, Span | None]:
-    """Return where a rank's part of a parameter is among the outputs that the rank reads, and which outputs it reads.
-
-    If the tensor stores several matrices, the rank reads a single one, so the returned location has index 0.
+    """Return which outputs of a tensor a rank reads, and where its part of a parameter is among them.
 
     Args:
-        part: The location of the whole parameter in the module's outputs. None: it has all of them.
+        part: The location of the whole parameter in the tensor's outputs. None: it has all of them.
         outputs: The range of the parameter's outputs that the rank needs. None: all.
 
     Returns:
-        The location of the parameter in the outputs that are read, and the range of outputs to read. None means all.
+        (location of the parameter in the outputs that are read, range of outputs to read). None means all.
     """
     if part is None:
         return None, outputs

@@ -327,10 +327,7 @@ class _OpenFiles:
         self._stack.close()
 
     def found(self, part: StoredPart) -> Tensor | FileSegment:
-        """Return where a parameter is in a file, for a copy without mapping the file.
-
-        If its values are not stored contiguously, its tensor is read and returned instead.
-        """
+        """Return where a parameter is in a file; or its tensor, if its values are not stored contiguously."""
         return segment_of(self._checkpoint.tensors, part) or self.parameter(part)
 
     def parameter(self, part: StoredPart) -> Tensor:

@@ -29,9 +29,7 @@ WHOLE_DTYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 
 
 def describe_in_child(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """Return what `probe.describe` returns for a model.
-
-    It runs in a child process, as it imports torch and transformers.
+    """Describe a model that transformers computes, in a child process that imports torch and transformers.
 
     Args:
         raw: The contents of config.json.
@@ -101,7 +99,7 @@ class ForeignCheckpoint(WeightFiles):
         return self
 
     def refusals(self, quantized: bool, deterministic: bool, coded_cache: bool) -> list[tuple[str, str]]:
-        """Return each key of the job file whose value transformers' code does not support, and the reason.
+        """Return (key, reason) for each key of the job file whose value transformers' code does not support.
 
         Args:
             quantized: True if the job quantises weights.

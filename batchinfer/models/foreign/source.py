@@ -59,7 +59,7 @@ class ForeignSource:
         return self.checkpoint.spec
 
     def choose_ops(self, arithmetic: Arithmetic) -> Ops:
-        """Return the operators for attention: the device's, or torch's if layers differ in their heads.
+        """Return the operators for attention: the device's, or torch's if layers differ in the number or size of heads.
 
         Args:
             arithmetic: Device, dtypes and determinism of the engine.
@@ -113,7 +113,7 @@ class ForeignSource:
         return self.spec.parameters * cost.itemsize
 
     def computed_by(self, ops: Ops) -> tuple[str, str]:
-        """Return the names of the libraries that compute the model: twice "transformers". `ops` is ignored."""
+        """Return the names of the libraries that compute the model: "transformers" twice. `ops` is ignored."""
         return NAME, NAME
 
 

@@ -106,7 +106,9 @@ class AwqTensor(PackedTensor):
         return int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read quantised values as int8 from -8 to 7, (outputs, inputs), scales and zero points (outputs, groups).
+        """Read the quantised values, int8 from -8 to 7, with their scales and zero points.
+
+        Values are (outputs, inputs), scales and zero points (outputs, groups).
 
         Args:
             read: Returns a stored tensor by name.

@@ -42,8 +42,8 @@ class CompressedFormat(StoredFormat):
         bits: The possible numbers of bits of packed integers.
         block: Rows and columns that share an FP8 scale. None: no layer has scales per block.
         alone: True if some of the weights with 8 bits must be multiplied with unquantised activations.
-        dense_but: If float weights are 2:4 sparse but stored with their zeros: the modules that are not sparse. None:
-            weights are not stored so.
+        dense_but: The modules whose weights are not sparse, if all other float weights are 2:4 sparse and stored with
+            their zeros. None: no weight is stored in this way.
     """
 
     bits: tuple[int, ...]

@@ -145,9 +145,9 @@ class Fp8Tensor(PackedTensor):
 
     @property
     def matrices(self) -> bool:
-        """Return True if matrices can be read one at a time.
+        """Return True if the tensor may be a stack of experts' matrices, which can be read one at a time.
 
-        Only a tensor with one scale may be a stack of experts' matrices.
+        This requires a single scale for the whole tensor.
         """
         return self.block is None
 

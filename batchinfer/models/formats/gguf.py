@@ -51,10 +51,9 @@ class GgufWeight(PackedTensor):
         return None if offset is None or self.less else int4_form(_GROUP, whole_zeros=not offset)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read quantised values as int8 from -8 to 7, (outputs, inputs), scales and zero points (outputs, groups).
+        """Read the quantised values, int8 from -8 to 7, with their scales and zero points.
 
-        If all weights of a group are equal, the file stores the scale 0 and an offset. Here, such a group gets the
-        scale 1.
+        Values are (outputs, inputs), scales and zero points (outputs, groups).
 
         Args:
             read: Returns a stored tensor by name.
@@ -69,7 +68,7 @@ class GgufWeight(PackedTensor):
         shape, lines = self.shape, scales.view(self.shape[0], -1)
         if offsets is None:
             return Codes(codes.reshape(shape), lines)
-        one = scales == 0
+        one = scales == 0  # groups of equal weights, which are stored only as an offset
         codes.masked_fill_(one[..., None], 0)
         lines = scales.masked_fill_(one, 1.0).view(shape[0], -1)
         values = codes.reshape(shape).to(torch.int8).add_(_LEAST)

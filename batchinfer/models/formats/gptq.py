@@ -178,9 +178,9 @@ class GptqTensor(PackedTensor):
         return None if self.bits != 4 or self.ordered else int4_form(self.group)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read quantised values as int8 from -8 to 7, (outputs, inputs), scales and zero points (outputs, groups).
+        """Read the quantised values, int8 from -8 to 7, with their scales and zero points.
 
-        The weight must have 4 bits.
+        Values are (outputs, inputs), scales and zero points (outputs, groups). The weight must have 4 bits.
 
         Args:
             read: Returns a stored tensor by name.

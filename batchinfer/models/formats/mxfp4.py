@@ -88,7 +88,9 @@ class Mxfp4Experts(PackedTensor):
         return WeightForm("mxfp4", "group", stored=True, group=GROUP)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read quantised values, (..., outputs, inputs / 2) uint8, and scales' exponents, (..., outputs, inputs / 32).
+        """Read the quantised values with the exponents of their scales.
+
+        Values are (..., outputs, inputs / 2) uint8, exponents (..., outputs, inputs / 32) uint8.
 
         Args:
             read: Returns a stored tensor by name.

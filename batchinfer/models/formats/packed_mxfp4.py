@@ -55,7 +55,7 @@ class PackedMxfp4(PackedTensor):
         return WeightForm("mxfp4", "group", stored=True, group=GROUP)
 
     def codes(self, read: Read, index: int | None = None) -> Codes:
-        """Read quantised values, (outputs, inputs / 2) uint8, and exponents of scales, (outputs, inputs / 32) uint8.
+        """Read the quantised values, (outputs, inputs / 2) uint8, with scales' exponents, (outputs, inputs / 32) uint8.
 
         Args:
             read: Returns a stored tensor by name.

@@ -51,7 +51,7 @@ class PackedTensor(ABC):
     Attributes:
         format: The name of the storage format in messages.
         transposed: True if `codes` returns the transposes of the matrices that `dequantize` returns.
-        plain: True if the weight is stored as a float tensor after all, so nothing has to be unpacked.
+        plain: True if the weight is a 2:4 sparse one that is stored as an ordinary float tensor.
         shape: The shape of the dequantised weight.
         stored: The names of the tensors that store the weight: values, scales and more.
     """
@@ -137,23 +137,18 @@ class PackedTensors:
 
     @property
     def stored(self) -> set[str]:
-        """Return the names of all stored tensors that the found weights consist of."""
+        """Return the names of all tensors that store the weights in `found`, such as values and scales."""
         return {name for each in self.found.values() for name in each.stored}
 
     @property
     def mistake_lines(self) -> Iterator[str]:
-        """Yield the first NAMED messages of `mistakes`, and the number of further ones.
-
-        Layers often repeat a mistake.
-        """
+        """Yield the first NAMED messages of `mistakes`, and then a message with the number of the others."""
         yield from self.mistakes[:NAMED]
         if more := len(self.mistakes[NAMED:]):
             yield f"{more} more quantised weights are as wrong"
 
     def add(self, name: str, packed: PackedTensor, tensors: Stored, fits: bool) -> None:
         """Add a weight to `found`. If its stored tensors do not fit, also add an error message to `mistakes`.
-
-        A weight that does not fit is added too. Otherwise, its tensors would also be reported as unexpected.
 
         Args:
             name: The name of the weight.
@@ -181,11 +176,10 @@ class PackedTensors:
         return bool(missing)
 
     def unpacked_shapes(self, tensors: Stored) -> Iterator[tuple[str, Shape]]:
-        """Yield name and shape of a checkpoint's tensors, as if its weights were stored as floats.
+        """Yield name and shape of each tensor that the checkpoint would have if all its weights were stored as floats.
 
         Args:
-            tensors: All stored tensors by name. Those that belong to quantised or sparse weights are replaced by the
-                weights.
+            tensors: All stored tensors of the checkpoint by name.
         """
         stored = self.stored
         yield from ((name, tensor.info.shape) for name, tensor in tensors.items() if name not in stored)
@@ -216,11 +210,7 @@ class QweightFormat(StoredFormat):
         return packed
 
     @abstractmethod
-    def _add(self, packed: PackedTensors, module: str, tensors: Stored) -> None:
-        """Add the weight of a module, whose name ends with a dot, to `packed`.
-
-        Add an error message if its tensors do not fit.
-        """
+    def _add(self, packed: PackedTensors, module: str, tensors: Stored) -> None: ...
 
 
 def wrong_group(group: object) -> list[str]:
@@ -250,7 +240,7 @@ def slice_of(span: Span, unit: int, what: str) -> slice:
     Args:
         span: First output or input, and end (exclusive).
         unit: Number of outputs or inputs per word or scale.
-        what: "outputs" or "inputs", for the message.
+        what: "outputs" or "inputs", for the error message.
 
     Raises:
         CannotSplit: The range does not begin and end at a multiple of `unit`.
@@ -278,12 +268,12 @@ class InputCut(NamedTuple):
 
 
 def cut_inputs(inputs: Span, count: int, group: int, held: int) -> InputCut:
-    """Return the slices of scales and words that belong to a range of inputs.
+    """Return the parts of a weight's scales and words that belong to a range of inputs.
 
     Args:
         inputs: First input, and end (exclusive).
         count: The number of all inputs of the weight.
-        group: The number of inputs that share a scale. If it is all inputs, the range keeps that scale.
+        group: The number of inputs that share a scale. If it equals `count`, every range has this scale.
         held: The number of inputs per word.
 
     Raises:

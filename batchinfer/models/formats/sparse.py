@@ -38,8 +38,8 @@ def fill_masked(
         packed: Receives error messages about tensors with wrong shapes.
 
     Returns:
-        All tensors, with one entry of the dense shape per sparse weight instead of its values and mask; and the sparse
-        weights by name.
+        (tensors, sparse weights), both by name. In `tensors`, each sparse weight is one tensor of the dense shape
+        instead of its values and mask.
     """
     whole, found = dict(tensors), dict[str, MaskedWeight]()
     for name in tensors:
@@ -159,8 +159,8 @@ class SparseCodes(PackedTensor):
 
     Attributes:
         masked: The values and the mask.
-        inner: The quantised weight as if its values were stored densely. Instead of its first stored tensor, the filled
-            up values are read.
+        inner: The weight as if its quantised values were stored with zeros. Reading it replaces its first stored tensor
+            by the values with zeros filled up.
     """
 
     format: ClassVar[str] = "sparse and quantised weights"
@@ -240,7 +240,7 @@ def add_masked(packed: PackedTensors, masked: dict[str, MaskedWeight], whole: St
     """Add sparse weights to `packed`. Weights that `packed` already contains as quantised weights become `SparseCodes`.
 
     Args:
-        packed: The quantised weights of the checkpoint, which were found in `whole`.
+        packed: The weights of the checkpoint that were found so far.
         masked: The sparse weights by name, from `fill_masked`.
         whole: All tensors by name, from `fill_masked`.
     """

@@ -69,7 +69,7 @@ class ZeroLayout:
         return replace(self, name=names[0]) if names else self
 
     def first_wrong_value(self, words: Words, bits: int, outputs: int) -> int | None:
-        """Return the first stored zero point that contradicts the configuration's claim of symmetry; None without any.
+        """Return the first stored zero point that contradicts the configuration's claim of symmetry; None if all fit.
 
         Args:
             words: The content of a `qzeros` tensor, (groups, words of outputs).
@@ -99,18 +99,16 @@ class ZeroLayout:
     def is_misread(self, words: Words, bits: int, outputs: int) -> bool:
         """Return True if older versions of batchinfer read a wrong zero point from these words.
 
-        They always assumed the stated layout, and added 1 to each stored value without a carry. So a zero point of 0,
-        which is stored as the highest value, was read as the highest value + 1.
-
         Args:
             words: The content of a `qzeros` tensor, (groups, words of outputs).
             bits: Bits of a value.
             outputs: Number of outputs.
         """
-        if self.name != self.stated:
+        if self.name != self.stated:  # older versions assumed the stated layout
             return True
         if not self.subtracted(bits):
             return False
+        # They added 1 to each stored value without a carry, so they misread 0, which is stored as the highest value
         highest = words & _used(bits, outputs)
         for shift in range(1, bits):
             highest &= words >> np.uint32(shift)
@@ -124,7 +122,6 @@ def zero_words(zeros: StoredTensor) -> Words:
 
 
 def _ones(bits: int) -> int:
-    """Return the 32-bit word in which each value of this number of bits is 1."""
     return sum(1 << place for place in range(0, WORD_BITS, bits))
 
 
@@ -133,14 +130,8 @@ def _middle(bits: int) -> int:
 
 
 def _used(bits: int, outputs: int) -> Words:
-    """Return, for each word of outputs, a mask of the bits that contain values. The last word may not be full.
-
-    Args:
-        bits: Bits of a value.
-        outputs: Number of outputs.
-    """
     held = WORD_BITS // bits
     used = np.full(-(-outputs // held), 2**WORD_BITS - 1, np.uint32)
-    if rest := outputs % held:
+    if rest := outputs % held:  # the last word is not full
         used[-1] = 2 ** (rest * bits) - 1
     return used

@@ -59,13 +59,13 @@ class Architecture:
     Attributes:
         model_type: `model_type` of config.json.
         of: `architectures` of config.json.
-        names: Per name of a layer's module in the file, its name in checkpoints of the family. Modules with Llama's
-            names are left out.
+        names: Maps the name of a layer's module in the file to its name in checkpoints of the family. Modules with
+            Llama's names are left out.
         pairs: If True, the file stores the two rows of a query or key head that are rotated together next to each
             other.
         norms: The number that llama.cpp adds to the weights of norms when it writes a file.
         eps: The key of the norms' epsilon in the file, and in config.json.
-        adds: Returns keys of config.json that only this family has.
+        adds: Returns the keys of config.json that only this family has, with values from the file.
         joined: If True, checkpoints of the family store the matrices of all experts in one tensor.
     """
 
@@ -79,7 +79,7 @@ class Architecture:
     joined: bool = False
 
     def module(self, name: str) -> str | None:
-        """Return the name in checkpoints of the family for a module outside of layers; None if it is unknown.
+        """Return the name that checkpoints of the family use for a module outside of layers; None if it is unknown.
 
         Args:
             name: The name in the file, such as "token_embd".
@@ -87,7 +87,7 @@ class Architecture:
         return "lm_head" if name == "output" else f"model.{_TABLES[name]}" if name in _TABLES else None
 
     def layer_tensor(self, number: str, name: str, end: str) -> str | None:
-        """Return the name in checkpoints of the family for a tensor of a layer; None if it is unknown.
+        """Return the name that checkpoints of the family use for a tensor of a layer; None if it is unknown.
 
         If the tensor contains all experts, the name contains EXPERT instead of an expert's number.
 

@@ -42,14 +42,14 @@ def is_joined(name: str) -> bool:
 def joined_experts(
     tensors: Mapping[str, GgufTensor],
 ) -> Iterator[tuple[str, PackedTensor, dict[str, StoredTensor]]]:
-    """Yield the weights and biases of experts that a family stores in one tensor, and a GGUF file in several.
+    """Yield the weights and biases of experts that checkpoints store in one tensor, and a GGUF file in several.
 
     Args:
         tensors: All tensors of the file by name.
 
     Yields:
-        The name in checkpoints of the family; the weight; and the positions of its parts in the file, by the names
-        under which the weight reads them.
+        (name in checkpoints of the family, weight, parts). `parts` are the positions in the file of the tensors that
+        the weight reads, by the names that it reads them by.
     """
     numbers = sorted({int(found["number"]) for name in tensors if (found := _NAME.fullmatch(name))})
     for number in numbers:

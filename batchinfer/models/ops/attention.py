@@ -46,9 +46,10 @@ class LayerCache:
 
     @property
     def copied(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pairs of tensors in which values must be copied when tokens move within the cache.
+        """Yield pairs of tensors: K and V and, for a quantised cache, the scales of K and V.
 
-        The pairs are K and V and, for a quantised cache, their scales. Each tensor has 4 dimensions.
+        To move a token within the cache, its values in all of these tensors must be copied. Each tensor is (blocks,
+        heads, block_size, values).
         """
         yield self.k, self.v
         if self.scales is not None:
@@ -71,12 +72,12 @@ class AttentionInputs:
         context_lens: (S,), the number of cached tokens of each sequence, including the tokens of this step.
         host_tables: The block tables in the host's memory. None: they are only on the device.
         padding_slot: The slot that padding rows write to. None: there are no padding rows.
-        keeps_all: False if the block tables lack blocks of tokens before a sliding window, which no operator reads.
-        parts: (n, 4) int64, partial blocks to copy after K and V are stored; see batchinfer_kernels.copy_parts. None:
-            there are none.
+        keeps_all: False if the block tables lack the blocks of tokens before the sliding window.
+        parts: (n, 4) int64, the tokens to copy from one block to another after K and V are stored: source block, target
+            block, first offset, end offset. None: there are none.
         token_types: (T,) int64, the token types of an encoder. None: all are 0.
         adapters: (T,) int64, the number of each token's LoRA adapter, or 0. None: no token has an adapter.
-        adapted: The tokens sorted by adapter. The decoder sets it from `adapters` for its layers.
+        adapted: The tokens sorted by adapter. The decoder computes them from `adapters`.
         tree: The keys that each token of a draft tree attends to. None: each token attends to all keys up to its own.
     """
 
@@ -149,35 +150,34 @@ class FixedPlan(AttentionPlan):
     @property
     @abstractmethod
     def sizes(self) -> Hashable:
-        """Return the sizes that determine which kernels attention launches.
+        """Return the sizes on which attention's kernel launches depend.
 
-        Steps with equal sizes can share a CUDA graph. Not included are the number of rows, which the owner of a graph
-        compares itself, and the context limit, which all graphs share.
+        Steps with equal sizes and equal numbers of rows can share a CUDA graph.
         """
 
     def place(self) -> None:
-        """Copy the values that the graph's kernels read to the device, before their launches are captured."""
+        """Copy the plan to the device, before a CUDA graph that reads it is captured."""
 
     @abstractmethod
     def refill(self, other: FixedPlan) -> None:
-        """Copy the values of another step's plan into the tensors that the graph reads, before the graph is replayed.
+        """Copy another step's plan into this plan's tensors, which a CUDA graph reads, before the graph is replayed.
 
         Args:
-            other: A plan with equal `sizes`. If a step has several plans, all must be refilled.
+            other: A plan with equal `sizes`.
         """
 
     @property
     def contexts(self) -> Tensor | None:
-        """Return the tensor of context lengths that kernels read, (rows,) int32; None if they read none.
+        """Return the tensor of context lengths that attention reads, (rows,) int32; None if it reads none.
 
         Multi-step decoding increases the lengths on the device, so that one plan fits several steps.
         """
         return None
 
     def serves(self, context_lens: Sequence[int]) -> bool:
-        """Return True if the plan also fits later decode steps of the same sequences, if only `contexts` is updated.
+        """Return True if later decode steps of the same sequences can use this plan by updating only `contexts`.
 
         Args:
-            context_lens: The longest context of each row in these steps.
+            context_lens: The maximum context length of each sequence in these steps.
         """
         return False

@@ -40,7 +40,8 @@ class Arithmetic:
         dtype: The dtype of activations.
         device: The device that computes the model.
         deterministic: True if results must not depend on the batch.
-        tiles: True if a deterministic job in bfloat16 must use the CPU's matrix tiles (AMX), as when it was planned.
+        tiles: True if the job was planned for a CPU with matrix tiles (AMX). A deterministic job in bfloat16 must then
+            use them.
         kv_cache: The job's value of model.kv_cache_dtype. The spec of the model states the actual dtype per layer.
     """
 
@@ -136,10 +137,6 @@ def _compiled(
     codes: bool,
     causal: bool,
 ) -> Ops | Lacking:
-    """Return the compiled operators of this CPU, or the reason why they cannot be used.
-
-    The arguments are as for `choose_ops`, except `tiles`: None uses matrix tiles if the operating system permits it.
-    """
     if any(not form.coded for form in forms):
         return Lacking("a CPU multiplies zeros, too", "use engine.device: cuda")
     if any(form.codes == "fp8" for form in forms):

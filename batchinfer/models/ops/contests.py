@@ -35,7 +35,7 @@ Chosen = dict[str, int | None]  # form of a layer → minimum number of rows for
 
 
 class LibraryChoice(Protocol):
-    """A packed layer that batchinfer's kernel computes for few rows, and a library for many rows, if it is faster.
+    """A packed layer with two implementations: batchinfer's kernel, and a library that may be faster for many rows.
 
     Attributes:
         library_name: The name of the library, for messages.
@@ -63,7 +63,7 @@ class LibraryChoice(Protocol):
 
 @runtime_checkable
 class ProductOps(Protocol):
-    """Operators with packed layers that a library could also compute, so that kernel and library must be timed."""
+    """Operators that list the packed layers which a library can compute as well as batchinfer's kernel."""
 
     @property
     def library_layers(self) -> Sequence[LibraryChoice] | None:
@@ -71,10 +71,10 @@ class ProductOps(Protocol):
 
 
 def product_contest(ops: Ops, most_rows: int, device: torch.device) -> ProductContest | None:
-    """Return a contest that finds out when a library multiplies faster than batchinfer's kernels.
+    """Return a contest that measures from how many rows on a library multiplies faster than batchinfer's kernels.
 
-    A rank without layers that a library can compute gets a contest too, as all ranks must take part. Returns None if
-    results must not depend on timing.
+    The contest may have no layers. The result is None if the operators have no such choice, or if results must not
+    depend on timing.
 
     Args:
         ops: The operators with the packed layers.
@@ -112,22 +112,21 @@ class ProductContest:
         self._tried = False
 
     def decide(self) -> Chosen:
-        """Time one layer of each form, and return its minimum number of rows for the library.
+        """Time one layer of each form, and return the minimum number of rows for the library, by form.
 
-        None means that batchinfer's kernel computes all numbers of rows. This is also the result if the library fails,
-        which is logged.
+        The number is None if batchinfer's kernel computes all numbers of rows, because the library is slower or fails.
+        Failures are logged.
         """
         self._tried = True
         return {form: self._least_rows(form, layer) for form, layer in self._samples.items()}
 
     def apply(self, chosen: Chosen) -> None:
-        """Set `least_library_rows` of all layers to the result of `decide`, possibly of another engine.
+        """Set `least_library_rows` of each layer according to `chosen`.
 
-        batchinfer's kernels compute forms that are missing in the result, and forms at which the library fails on this
-        machine.
+        The value is None for forms that `chosen` lacks, and if the library fails on this machine.
 
         Args:
-            chosen: The result of `decide`.
+            chosen: The result of `decide`, here or in another engine.
         """
         if not self._tried:
             chosen = {form: least for form, least in chosen.items() if least is None or self._works(form)}
@@ -213,7 +212,7 @@ def fastest_operators(
     layers: Mapping[AttentionRules, int],
     agreed: Callable[[Callable[[], str]], str],
 ) -> Ops:
-    """Time batchinfer's kernels and libraries, and return the operators with the fastest ones.
+    """Time batchinfer's kernels and libraries, and return operators that use the fastest ones.
 
     The returned operators have the fastest attention of prompts. The fastest matrix product of each packed layer is set
     in place.
@@ -223,8 +222,8 @@ def fastest_operators(
         sizes: The size of the job's largest step of prompts.
         device: The device of the model.
         layers: The number of layers per kind of attention.
-        agreed: Calls a function in one engine, and returns its result in all engines of the run. All must use the same
-            kernels, as kernels round differently. Returns "{}" if that engine died.
+        agreed: Calls a function in one engine, and returns its result, a JSON text, in all engines of the run, so that
+            all use the same kernels. Returns "{}" if that engine died.
     """
     prompts = prefill_contest(ops, sizes, device, layers)
     products = product_contest(ops, sizes.tokens, device)

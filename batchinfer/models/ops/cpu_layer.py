@@ -28,7 +28,7 @@ from batchinfer_kernels.cpu.low_rank import PackedLowRank
 
 
 class ItemPlan(AttentionPlan):
-    """The attention plan of a step on a CPU: work items, and buffers that the layers of a step share."""
+    """The attention plan of a step for one cache group on a CPU: work items, and buffers that layers share."""
 
     padded_tokens = 0
 
@@ -46,9 +46,7 @@ class ItemPlan(AttentionPlan):
         self.step.append(self)
 
     def find_room(self, x: Tensor, residual: Tensor | None) -> LayerRoom | None:
-        """Return the buffers of the step that contain x and residual, as an earlier layer left them there.
-
-        Returns None if x and residual are not in such buffers.
+        """Return the buffers in which an earlier layer left x and residual; None if they are in none.
 
         Args:
             x: (T, hidden), the input of the next layer.
@@ -114,12 +112,11 @@ class CompiledLayer(DecoderLayer):
     def covers(spec: LayerSpec, parts: LayerParts, widens: bool) -> bool:
         """Return True if the compiled code can compute a layer in one call.
 
-        All matrix products must be compiled. The norms must precede the halves, or follow the sum after each half, and
-        have the same kind, epsilon and offset. Not supported are caches of other layers, distance biases, parallel
-        halves and residual multipliers.
+        All matrix products of the layer must be compiled. Some kinds of layers are unsupported, such as layers that
+        compute attention and feed-forward in parallel.
 
         Args:
-            spec: The layer.
+            spec: The specification of the layer.
             parts: Its packed weights.
             widens: True if the compiled code supports weights in MXFP4.
         """

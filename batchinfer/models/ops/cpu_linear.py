@@ -39,11 +39,11 @@ class CompiledLinear(Linear):
         return self._compiled.linear(x, self.weight)
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        """Return the layer's results (tokens, outputs) with LoRA.
+        """Return the layer's results (tokens, outputs) with LoRA: x W^T + b + `added`, then the activation, if any.
 
         Args:
             x: (tokens, inputs).
-            added: The values of adapters, which are added before the layer's activation, if it has one.
+            added: The values of the adapters.
         """
         return self._compiled.adapted_linear(x, self.weight, added.values, added.rows)
 
@@ -54,12 +54,13 @@ class CompiledAdapters(Adapters):
     def __init__(
         self, compiled: CompiledOperators, factors: Sequence[Factors | None], places: int | None = None
     ) -> None:
-        """Pack A and B of adapters for a product.
+        """Pack A and B of adapters for a matrix product.
 
         Args:
             compiled: The compiled operators.
             factors: A and B of each adapter, or None for an adapter that does not change the product.
-            places: The number of adapters that are packed at a time. None: all adapters.
+            places: The number of adapters that are packed at the same time, by `place`. None: all adapters are packed
+                now.
         """
         self._compiled = compiled
         pairs = [None if own is None else (own.a, own.b) for own in factors]
@@ -70,7 +71,7 @@ class CompiledAdapters(Adapters):
         return AddedValues(self._compiled.low_rank(x, self.factors, rows), rows)
 
     def place(self, number: int, place: int) -> None:
-        """Pack an adapter so that it replaces the adapter that was packed at a place; see `Adapters.place`.
+        """Pack an adapter, and discard the adapter that was packed at the same place.
 
         Args:
             number: The number of the adapter, from 1.
@@ -80,7 +81,7 @@ class CompiledAdapters(Adapters):
 
 
 class CompiledHead(CompiledLinear, Head):
-    """A head on a CPU that can compute the most likely token without writing all logits to memory."""
+    """An output layer (lm_head) on a CPU that can find the most likely token without writing all logits to memory."""
 
     def argmax(self, x: Tensor) -> Tensor:
         """Return the id with the largest logit in each row, (tokens,); NO_TOKEN for rows that are not finite.
@@ -102,7 +103,13 @@ class CompiledExperts(Experts):
         self._compiled, self._gate_up, self._down = compiled, gate_up, down
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """Return the weighted sum of each token's experts, (tokens, hidden); see `Experts.__call__`."""
+        """Return the weighted sum of the results of each token's experts, (tokens, hidden).
+
+        Args:
+            x: (tokens, hidden).
+            choice: The experts that the router chose for each token, and their weights.
+            counted: (tokens,) bool, the tokens to count in `loads`, such as all except padding. None: all tokens.
+        """
         loads = self.loads if counted is None else torch.zeros_like(self.loads)
         if counted is not None:
             add_loads(self.loads, choice.experts, counted)
@@ -110,13 +117,17 @@ class CompiledExperts(Experts):
 
 
 class CompiledHeads(HeadsLinear):
-    """A matrix product per head on a CPU, computed as if heads were experts that receive every token."""
+    """A linear layer with a matrix of its own for each attention head. Heads are computed as experts are."""
 
     def __init__(self, compiled: CompiledOperators, weight: PackedExperts) -> None:
         self._compiled, self._weight = compiled, weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product of each head of x, (tokens, heads, inputs), with its matrix: (tokens, heads, outputs)."""
+        """Multiply each head of x by the head's matrix, and return (tokens, heads, outputs).
+
+        Args:
+            x: (tokens, heads, inputs).
+        """
         heads, tokens = self._weight.count, len(x)
         starts = torch.arange(heads + 1) * tokens
         rows = x.transpose(0, 1).reshape(heads * tokens, -1).contiguous()

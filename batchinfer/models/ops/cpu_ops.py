@@ -111,13 +111,11 @@ class CpuOps(TorchOps):
         return f"{way}, in tiles" if tiles else way
 
     def round_weight(self, weight: Tensor, form: WeightForm) -> tuple[Tensor, Tensor]:
-        """Quantise a float weight (outputs, inputs), and return its quantised values and float32 scales.
-
-        Compiled code is used for int8; see `Ops.round_weight`.
+        """Quantise a float weight, and return the quantised values and float32 scales; see `Ops.round_weight`.
 
         Args:
-            weight: The weight.
-            form: The form of the result.
+            weight: (outputs, inputs).
+            form: The type of the quantised values, and which values share a scale.
         """
         if form.codes == "int8" and weight.dtype in (torch.float32, torch.bfloat16):
             return self._compiled.round_int8(weight)
@@ -133,10 +131,10 @@ class CpuOps(TorchOps):
         return RoundedWeight(weight, form) if self._rounds(weight, form) else super().quantize(weight, form)
 
     def quantize_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
-        """Quantise the float weights of experts, or only note the form, so that `pack_experts` quantises them.
+        """Quantise the float weights of experts, or return them with `form` set, so that `pack_experts` quantises them.
 
         Args:
-            weights: The weights.
+            weights: The weights of one matrix product of all experts.
             form: The form of the quantised weights.
         """
         if self._rounds(weights.weight, form):
@@ -165,7 +163,7 @@ class CpuOps(TorchOps):
         """Return a linear layer whose activation is part of the compiled product; see `Ops.pack_activated`.
 
         Raises:
-            ValueError: The layer is called, and its activation needs gate and up.
+            ValueError: When the layer is called, if the activation is one for gated layers only.
         """
         if activation not in CURVES:
             return super().pack_activated(weight, bias, activation)
@@ -186,7 +184,12 @@ class CpuOps(TorchOps):
         return CompiledExperts(self._compiled, into, back)
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
-        """Return A and B of LoRA adapters, packed for one matrix product; see `Ops.pack_adapters`."""
+        """Return A and B of LoRA adapters, packed for one matrix product.
+
+        Args:
+            factors: A and B of each adapter, or None for an adapter that does not change the product.
+            room: How many adapters are packed at the same time, by `Adapters.place`. None: all adapters are packed now.
+        """
         return CompiledAdapters(self._compiled, factors, None if room is None else room.places)
 
     def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
@@ -221,7 +224,10 @@ class CpuOps(TorchOps):
         return cache.dtype is None or codes
 
     def cache_shape(self, cache: CacheSpec, block_size: int) -> tuple[int, int, int]:
-        """Return the shape of one block of K or V in one layer, (heads, block_size, dim), rounded up."""
+        """Return the shape of one block of K or V in one layer, (heads, block_size, dim).
+
+        The block size and dim are rounded up as the compiled code requires.
+        """
         if cache.latent:
             return super().cache_shape(cache, block_size)
         return self._compiled.cache_shape(cache.heads, block_size, cache.dim)
@@ -239,13 +245,24 @@ class CpuOps(TorchOps):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return (RMSNorm of x + residual, x + residual), each like x; see `Ops.rms_norm` for the arguments."""
+        """Return (RMSNorm of x + residual, x + residual), each like x.
+
+        Args:
+            x: (..., hidden).
+            weight: (hidden,).
+            eps: A number to add to the mean square.
+            residual: (..., hidden), which is added to x before the norm. None: it is 0.
+            offset: A number to add to the weight, such as Gemma's 1.
+        """
         return self._compiled.rms_norm(x, weight, eps, residual, offset)
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        """Norm and rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store` for the arguments."""
+        """Norm and rotate q and k as `turn` states, write k and v to the cache, and return the rotated q.
+
+        q, k and v are (tokens, heads, head size).
+        """
         return self._compiled.rope_store(
             q,
             k,
@@ -266,7 +283,7 @@ class CpuOps(TorchOps):
         )
 
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
-        """Return rotated q (tokens, query heads, head size), bitwise equal to `rope_store`; see `Ops.rope`."""
+        """Return normed and rotated q, (tokens, query heads, head size), without writing to a cache; see `Ops.rope`."""
         return self._compiled.rope(
             q,
             turn.rope.cos,
@@ -279,11 +296,11 @@ class CpuOps(TorchOps):
         )
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
-        """Copy the first tokens of blocks to other blocks of the cache.
+        """Copy K and V of tokens from one block of the cache to the same offsets of another block.
 
         Args:
             cache: The cache of the layer.
-            parts: (n, 4) int64; see batchinfer_kernels.copy_parts.
+            parts: (n, 4) int64, one copy per row: source block, target block, first offset, end offset.
         """
         if self._latent:
             super().copy_parts(cache, parts)
@@ -355,7 +372,7 @@ class CpuOps(TorchOps):
         return write_result(attended, out)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
-        """Return a layer that multiplies each head with a matrix of its own, packed for the compiled product.
+        """Return a linear layer with a matrix of its own for each attention head, packed for the compiled product.
 
         Args:
             weights: The matrices (heads, outputs, inputs).
@@ -365,7 +382,14 @@ class CpuOps(TorchOps):
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
-        """Return attention of projected queries to cached latents, (tokens, heads, rank); see `Ops.absorbed_attention`.
+        """Return the attention-weighted sums of cached latents, (tokens, heads, rank).
+
+        Args:
+            q: (tokens, heads, rank + R), queries multiplied by the weights of K, and R rotated values.
+            cache: The layer's cache.
+            plan: The result of `plan_attention`.
+            scale: The factor of scores.
+            rank: The number of values of a latent.
 
         Raises:
             TypeError: The plan was made by other operators.
@@ -378,7 +402,15 @@ class CpuOps(TorchOps):
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (LayerNorm of x + residual, x + residual), each like x; see `Ops.layer_norm` for the arguments."""
+        """Return (LayerNorm of x + residual, x + residual), each like x.
+
+        Args:
+            x: (..., hidden).
+            weight: (hidden,).
+            bias: (hidden,). None: there is none.
+            eps: A number to add to the variance.
+            residual: (..., hidden), which is added to x before the norm. None: it is 0.
+        """
         if weight.dim() > 1 or weight.dtype != x.dtype:
             return super().layer_norm(x, weight, bias, eps, residual)
         return self._compiled.layer_norm(x, weight, bias, eps, residual)
@@ -396,7 +428,7 @@ class CpuOps(TorchOps):
         """Return the activation of each value of x (tokens, size).
 
         Raises:
-            ValueError: The activation needs gate and up.
+            ValueError: The activation is one for gated layers only.
         """
         if activation not in CURVES:
             return super().activation(x, activation)  # raises the ValueError

@@ -23,7 +23,13 @@ from batchinfer_kernels.routing import Routing
 
 
 def choose(logits: Tensor, routing: Routing, correction: Tensor | None) -> Choice:
-    """Choose the experts of each token on a GPU, in one kernel if it supports the routing; see `Ops.choose_experts`."""
+    """Choose the experts of each token on a GPU, by one kernel if it supports the routing.
+
+    Args:
+        logits: (tokens, experts) float32, the output of the router.
+        routing: The rule by which experts are chosen.
+        correction: (experts,), numbers to add to scores for the choice only. None: there are none.
+    """
     chosen_by = choose_experts if can_choose(routing) else choose_experts_reference
     return chosen_by(logits, routing, correction)
 
@@ -59,7 +65,13 @@ class CodedExperts(Experts):
         self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64, device=gate_up.weight.device)
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """Return the weighted sum of each token's experts, (tokens, hidden); see `Experts.__call__`."""
+        """Return the weighted sum of the results of each token's experts, (tokens, hidden).
+
+        Args:
+            x: (tokens, hidden).
+            choice: The experts that the router chose for each token, and their weights.
+            counted: (tokens,) bool, the tokens to count in `loads`, such as all except padding. None: all tokens.
+        """
         rows = sort_by_expert(choice, self.loads, counted)
         options = {"ends": rows.ends, "deterministic": self._deterministic}
         into, back = self._biases
@@ -99,7 +111,7 @@ class TritonExperts(Experts):
             down: The weights of each expert's second product.
             activation: The activation of the gate.
             deterministic: True if results must not depend on the batch.
-            library: A library's products for larger numbers of rows. None: they are not supported.
+            library: A library's products, which may be faster for many rows. None: batchinfer's kernels compute all.
         """
         self._gate_up, self._down = ((weights.weight, weights.scales) for weights in (gate_up, down))
         self._lines = (gate_up.lines, down.lines)
@@ -111,7 +123,13 @@ class TritonExperts(Experts):
         self.loads = torch.zeros(len(weight), dtype=torch.int64, device=weight.device)
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """Return the weighted sum of each token's experts, (tokens, hidden); see `Experts.__call__`."""
+        """Return the weighted sum of the results of each token's experts, (tokens, hidden).
+
+        Args:
+            x: (tokens, hidden).
+            choice: The experts that the router chose for each token, and their weights.
+            counted: (tokens,) bool, the tokens to count in `loads`, such as all except padding. None: all tokens.
+        """
         rows, least = sort_by_expert(choice, self.loads, counted), self.least_library_rows
         many = least is not None and len(rows.tokens) >= least
         made = self._by_library(x, rows) if many else self._by_kernels(x, rows)
@@ -168,7 +186,7 @@ class TritonExperts(Experts):
 
 
 class TritonHeads(HeadsLinear):
-    """A matrix product per head on a GPU, computed as if heads were experts that receive every token."""
+    """A linear layer with a matrix of its own for each attention head. Heads are computed as experts are."""
 
     def __init__(self, weights: ExpertWeights, deterministic: bool) -> None:
         self._weight, self._scales = weights.weight.contiguous(), weights.scales
@@ -180,7 +198,11 @@ class TritonHeads(HeadsLinear):
         return self._weight if self._scales is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product of each head of x, (tokens, heads, inputs), with its matrix: (tokens, heads, outputs)."""
+        """Multiply each head of x by the head's matrix, and return (tokens, heads, outputs).
+
+        Args:
+            x: (tokens, heads, inputs).
+        """
         (tokens, heads, _), weight = x.shape, self._weight
         starts = torch.arange(heads + 1, device=x.device) * tokens
         rows = x.transpose(0, 1).reshape(heads * tokens, -1)

@@ -66,7 +66,8 @@ class LatentWork:
 
     Attributes:
         absorbed: The plan of direct attention to latents. None: all sequences are decompressed.
-        rows: (n,) int64, the rows of the queries that attend to latents directly. None: all or none of them.
+        rows: (n,) int64, the rows of the queries that attend to latents directly. None: all queries, if `absorbed` is
+            given, or else no query.
         decompressed: Groups of sequences, which are decompressed sequentially to limit memory.
     """
 
@@ -86,12 +87,12 @@ class LatentPlan(AttentionPlan):
     def __init__(
         self, inputs: AttentionInputs, block_size: int, plan: Callable[[AttentionInputs], AttentionPlan]
     ) -> None:
-        """Create the plan. Nothing is decided yet.
+        """Create the plan. `work` then chooses the method for each sequence.
 
         Args:
             inputs: The inputs of the step.
             block_size: The number of tokens in a block.
-            plan: Returns the plan of direct attention to latents for some sequences.
+            plan: Returns the plan of direct attention to latents for the inputs of some sequences.
         """
         self._inputs, self._block_size, self._plan = inputs, block_size, plan
         self._work: dict[LatentSizes | None, LatentWork] = {}
@@ -172,10 +173,9 @@ def plain_weights(heads: LatentHeads) -> tuple[Tensor, Tensor]:
 
 
 def decompressed_sizes(q: Tensor, heads: LatentHeads) -> LatentSizes | None:
-    """Return the sizes by which to decide for which sequences K and V are computed from latents.
+    """Return the sizes of a layer for `choose_decompressed`; None if the weights of `heads` are quantised.
 
-    Returns None if the weights of heads are quantised: these are only applied to queries and results, and never to
-    latents.
+    Quantised weights cannot compute K and V from latents.
 
     Args:
         q: (tokens, heads, unrotated + rotated values), the queries.
@@ -187,11 +187,10 @@ def decompressed_sizes(q: Tensor, heads: LatentHeads) -> LatentSizes | None:
 
 
 def choose_decompressed(lens: Ints, contexts: Ints, sizes: LatentSizes) -> NDArray[np.bool_]:
-    """Choose the sequences for which K and V are computed from cached latents ("decompressed"), (S,) bool.
+    """Return for which sequences K and V are computed from cached latents ("decompressed"), (S,) bool.
 
-    These are sequences with fewer operations if they are decompressed. To limit memory, the number of keys of each must
-    not exceed the number of the step's tokens. If all of them together have fewer than LEAST_TOKENS queries, no
-    sequence is decompressed.
+    This is done for sequences that need fewer operations if decompressed, and have at most as many keys as the step has
+    tokens. If such sequences have fewer than LEAST_TOKENS queries together, the result is False for all.
 
     Args:
         lens: (S,), the number of queries of each of S sequences.

@@ -50,7 +50,7 @@ class LibraryLinear(TorchLinear):
 
 
 class SampledHead(Head, Generic[HeadWeight]):
-    """A head on a GPU whose most likely token is found by the sampling kernel."""
+    """An output layer (lm_head) on a GPU whose most likely token is found by the sampling kernel."""
 
     def __init__(self, weight: HeadWeight) -> None:
         self.out_features, self.in_features = weight.shape
@@ -66,9 +66,9 @@ class SampledHead(Head, Generic[HeadWeight]):
 
 
 class LibraryHead(SampledHead[Tensor]):
-    """A head with a float weight and float32 logits, multiplied by the vendor's library (cuBLAS or hipBLAS).
+    """An output layer (lm_head) with a float weight, multiplied by the vendor's library (cuBLAS or hipBLAS).
 
-    Logits are not rounded to the dtype of the weight, as this would make similar logits equal.
+    Logits are float32. They are not rounded to the dtype of the weight, as this would make similar logits equal.
     """
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -106,34 +106,27 @@ class KernelLinear(Linear):
         self._activation = activation
 
     @abstractmethod
-    def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
-        """Return the product with x (tokens, inputs), with an activation in the same kernel.
-
-        Args:
-            x: The input.
-            activation: The gated activation. None: the product itself is returned.
-        """
+    def _product(self, x: Tensor, activation: Activation | None) -> Tensor: ...
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the linear layer to x, (tokens, in_features), and return (tokens, out_features)."""
         return self._product(x, self._activation)
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        """Return the layer's results (tokens, outputs) with LoRA.
+        """Return the layer's results (tokens, outputs) with LoRA: x W^T + b + `added`, then the activation, if any.
 
         Args:
             x: (tokens, inputs).
-            added: The values of adapters, which are added before the layer's activation, if it has one.
+            added: The values of the adapters.
         """
         y, gate = added.add_to(self._product(x, None)), self._activation
         return y if gate is None else gated_activation(y, gate)
 
 
 class TritonAdapters(Adapters):
-    """The packed A and B of LoRA adapters for one matrix product on a GPU, multiplied as grouped products.
+    """The packed A and B of LoRA adapters for one matrix product on a GPU.
 
-    Tokens are sorted by adapter. For tokens without an adapter, A and B are 0. So the launches depend only on the
-    number of tokens, and CUDA graphs can capture them. A and B are padded to the largest rank.
+    Kernel launches depend only on the number of tokens, so CUDA graphs can capture them.
     """
 
     def __init__(
@@ -144,8 +137,8 @@ class TritonAdapters(Adapters):
         Args:
             factors: A and B of each adapter, or None for an adapter that does not change the product.
             deterministic: True if results must not depend on the batch.
-            room: The number of adapters that the device holds at a time. All adapters are then kept in pinned memory of
-                the host. None: the device holds all of them.
+            room: How many adapters the device holds at the same time. All adapters are then kept in pinned memory of
+                the host, from which `place` copies them. None: the device holds all adapters.
         """
         known = [own for own in factors if own is not None]
         rank = max(MIN_RANK, *(len(own.a) for own in known))
@@ -168,7 +161,9 @@ class TritonAdapters(Adapters):
         return AddedValues(grouped_matmul(low, self._b, rows.starts, deterministic=how), rows)
 
     def place(self, number: int, place: int) -> None:
-        """Copy A and B of an adapter to a place on the device, after all work that was launched earlier.
+        """Copy A and B of an adapter to the device, over the adapter that has the same place.
+
+        The copy runs after all work that was launched earlier.
 
         Args:
             number: The number of the adapter, from 1.
@@ -201,7 +196,7 @@ class InvariantLinear(KernelLinear):
 
 
 class InvariantHead(SampledHead[Tensor]):
-    """A head on a GPU for deterministic jobs: the float32 logits of a row do not depend on other rows, bit by bit."""
+    """An output layer (lm_head) on a GPU for deterministic jobs: a row's float32 logits do not depend on other rows."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return float32 logits (n, vocab) from normed hidden states x, (n, hidden)."""
@@ -239,7 +234,7 @@ class Int8Linear(KernelLinear):
 
 
 class Int8Head(SampledHead[CodedWeight]):
-    """A head on a GPU whose weight is quantised to int8. Logits are float32."""
+    """An output layer (lm_head) on a GPU whose weight is quantised to int8. Logits are float32."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return float32 logits (n, vocab) from normed hidden states x, (n, hidden)."""
@@ -322,7 +317,7 @@ class Fp8Linear(KernelLinear):
 
 
 class Fp8Head(SampledHead[CodedWeight]):
-    """A head on a GPU whose weight is quantised to float8_e4m3fn. Logits are float32."""
+    """An output layer (lm_head) on a GPU whose weight is quantised to float8_e4m3fn. Logits are float32."""
 
     def __init__(self, weight: CodedWeight, deterministic: bool) -> None:
         super().__init__(weight)
@@ -346,7 +341,7 @@ class WeightPanel:
     def reserve(self, weight: Int4Weight | Mxfp4Weight, dtype: torch.dtype) -> None:
         """Enlarge the buffer, if necessary, for the dequantised values of a weight.
 
-        It then has room for the whole weight or, if that is larger, for PANEL_BYTES. It always fits one output.
+        For a weight larger than PANEL_BYTES, it only gets this size, or the size of one output if that is larger.
 
         Args:
             weight: The weight.

@@ -59,7 +59,7 @@ def is_half(weight: Tensor) -> bool:
 class SparseLinear(Linear):
     """A linear layer that stores only the non-zero values of a 2:4 sparse weight and their positions.
 
-    They take 9/16 of the bytes of the dense weight. The rows of the input are padded to a multiple of SPARSE_SIZES.
+    They take 9/16 of the bytes of the dense weight.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:

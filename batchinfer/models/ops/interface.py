@@ -81,30 +81,29 @@ class Ops(ABC):
 
         Args:
             weight: (N outputs, K inputs).
-            form: The form of the result.
+            form: The type of the quantised values, and which values share a scale.
 
         Returns:
-            The values (N, K), and float32 scales (N,), or (N, groups) for int4.
+            The quantised values (N, K), and float32 scales (N,), or (N, groups) for int4.
         """
         if form.codes == "int4":
             return quantize_groups(weight, form.group)
         return quantize_weight(weight) if form.codes == "int8" else quantize_rows_fp8(weight)
 
     def quantize(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
-        """Quantise a float weight (outputs, inputs), either now or later, while it is packed.
+        """Quantise a float weight (outputs, inputs), or note the form, so that `pack_linear` quantises it.
 
         Args:
             weight: The weight.
             form: The form of the result.
 
         Returns:
-            A CodedWeight with quantised values, or a RoundedWeight, which `pack_linear` quantises. Both have the values
-            that `round_weight` returns.
+            A CodedWeight with quantised values, or a RoundedWeight, which `pack_linear` quantises to the same values.
         """
         return CodedWeight(*self.round_weight(weight, form), group=form.group)
 
     def quantize_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
-        """Quantise the float weights of experts, either now or later, while they are packed.
+        """Quantise the float weights of experts, or return them with `form` set, so that `pack_experts` quantises them.
 
         Args:
             weights: The weights of one matrix product of all experts.
@@ -116,19 +115,19 @@ class Ops(ABC):
         return replace(weights, weight=codes.view(count, outputs, inputs), scales=scales, group=form.group)
 
     def convert_weight(self, weight: Tensor, form: WeightForm | None) -> Weight:
-        """Return a float weight (outputs, inputs) in the form that a spec requires.
+        """Return a float weight (outputs, inputs) unchanged if `form` is None, or else the result of `quantize`.
 
         Args:
             weight: The weight.
-            form: The form of the quantised weight. None: the weight is returned unchanged.
+            form: The form of the quantised weight. None: the weight is not quantised.
         """
         return weight if form is None else self.quantize(weight, form)
 
     def convert_heads(self, weight: Tensor, form: WeightForm | None) -> ExpertWeights:
-        """Return float weights of heads, (heads, outputs, inputs), in the form that a spec requires.
+        """Return the float weights of attention heads, quantised if `form` is given.
 
         Args:
-            weight: The weights.
+            weight: (heads, outputs, inputs).
             form: The form of the quantised weights. None: they stay floats.
         """
         if form is None:
@@ -199,9 +198,9 @@ class Ops(ABC):
         """
 
     def combine(self, made: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's expert results, (tokens, N).
+        """Return the weighted sum of each token's expert results, (tokens, N), for ranks that hold different experts.
 
-        It is bitwise equal to what `Experts` of these operators return. Ranks that hold different experts need this.
+        It is bitwise equal to the sum that `Experts` of these operators compute on a single rank.
 
         Args:
             made: (tokens * chosen, N), the results of the experts that the router chose for each token, in the router's
@@ -212,7 +211,7 @@ class Ops(ABC):
 
     @abstractmethod
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
-        """Return a layer that multiplies each head of its input with a matrix of its own.
+        """Return a linear layer with a matrix of its own for each attention head.
 
         Args:
             weights: The matrices (heads, outputs, inputs).
@@ -224,8 +223,8 @@ class Ops(ABC):
 
         Args:
             factors: A and B of each adapter, or None for an adapter that does not change the product.
-            room: The number of adapters that the device holds at a time, in places that are empty at first. None: the
-                device holds all adapters.
+            room: How many adapters the device holds at the same time. `Adapters.place` must copy them there. None: all
+                adapters are on the device from the start.
         """
 
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
@@ -276,10 +275,10 @@ class Ops(ABC):
         return found
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
-        """Return the bytes that attention may need in any step in addition to its memory in a uniform step.
+        """Return how many more bytes attention may need in any step than in a uniform step.
 
-        In a uniform step, all rows have contexts of `longest` tokens and share no prefix. In other steps, attention of
-        a row may be split into parts, whose partial results need memory.
+        In a uniform step, all rows have contexts of `longest` tokens and share no prefix. Other steps may split the
+        attention of a row into parts, whose partial results need memory.
 
         Args:
             rows: The number of queries in the step.
@@ -427,23 +426,23 @@ class Ops(ABC):
         self.rope_store(both[:, :heads], both[:, :heads], both[:, heads:], still, at_zero, cache)
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
-        """Copy K and V of the first tokens of blocks to other blocks of the cache.
+        """Copy K and V of tokens from one block of the cache to the same offsets of another block.
 
         Args:
             cache: The layer's cache.
-            parts: (n, 4) int64; see batchinfer_kernels.copy_parts.
+            parts: (n, 4) int64, one copy per row: source block, target block, first offset, end offset.
         """
         for k, v in cache.copied:
             copy_parts_reference(k, v, parts)
 
     @property
     def chunks_need_more_memory(self) -> bool:
-        """Return True if a later chunk of a prompt may need more memory than a whole prompt with as many new tokens."""
+        """Return True if a later chunk of a prompt may need more memory than a whole prompt of as many tokens."""
         return False
 
     @property
     def follows_trees(self) -> bool:
-        """Return True if steps may contain draft trees, for models without sliding windows."""
+        """Return True if these operators support draft trees in models without sliding windows."""
         return False
 
     def check_tree(self, inputs: AttentionInputs, windows: Windows) -> None:
@@ -462,13 +461,13 @@ class Ops(ABC):
     def advance_rows(
         self, tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
     ) -> None:
-        """Prepare the input tensors of the next decode step on the device; see batchinfer_kernels.advance_rows.
+        """Write the inputs of the next decode step to `kept` on the device; see batchinfer_kernels.advance_rows.
 
         Args:
             tokens: (n,) int64, the tokens that the previous step sampled.
             step: The number of the step within multi-step decoding, from 0.
             firsts: (n,) int32, the context length of each row in step 0.
-            repeats: (n,) int32, the number of these steps in which each row decodes a token.
+            repeats: (n,) int32, the number of steps of multi-step decoding in which each row decodes a token.
             kept: The input tensors, which are changed in place.
         """
         advance_rows_reference(tokens, step, firsts, repeats, kept)
@@ -572,7 +571,7 @@ class Ops(ABC):
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
-        """Return the result of attention to cached latents themselves, (tokens, heads, rank).
+        """Return the attention-weighted sums of cached latents, (tokens, heads, rank).
 
         See batchinfer_kernels.latent_attention.
 

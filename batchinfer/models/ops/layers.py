@@ -36,7 +36,7 @@ class AddedValues:
     """The values that LoRA adapters add to the results of a matrix product.
 
     Attributes:
-        values: (n, outputs), for the last n tokens of `rows.order`, in that order. Other tokens have no adapter.
+        values: (n, outputs), a row for each token with an adapter. The tokens are the last n of `rows.order`.
         rows: The tokens of the step sorted by adapter.
     """
 
@@ -88,7 +88,9 @@ class Adapters(ABC):
 
     @abstractmethod
     def place(self, number: int, place: int) -> None:
-        """Copy A and B of an adapter to a place on the device. Work that was launched earlier still reads the old ones.
+        """Copy A and B of an adapter to the device, over the adapter that has the same place.
+
+        Work that was launched earlier still reads the replaced adapter.
 
         Args:
             number: The adapter's number, from 1.
@@ -112,9 +114,7 @@ class Linear(ABC):
         """Return the results (tokens, out_features) for x (tokens, in_features)."""
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        """Return the layer's results (tokens, outputs) with LoRA: x W^T + b plus the adapters' values.
-
-        The activation of the layer, if it has one, is applied to the sum.
+        """Return the layer's results (tokens, outputs) with LoRA: x W^T + b + `added`, then the activation, if any.
 
         Args:
             x: (tokens, inputs).
@@ -283,11 +283,11 @@ def write_result(result: Tensor, out: Tensor | None) -> Tensor:
 
 
 class HeadsLinear(ABC):
-    """A matrix product with a matrix of its own for each head."""
+    """A linear layer with a matrix of its own for each attention head."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product of each head of x with the matrix of the head, (tokens, heads, outputs).
+        """Multiply each head of x by the head's matrix, and return (tokens, heads, outputs).
 
         Args:
             x: (tokens, heads, inputs).
@@ -298,7 +298,7 @@ class HeadsLinear(ABC):
 class LatentHeads:
     """The weights that compute K and V from latents, per head.
 
-    They are products that can be applied to queries and results of attention instead of latents.
+    They are applied to queries and to results of attention, so that K and V need not be computed.
 
     Attributes:
         k: Maps a query into the space of latents, so that it can be compared with a latent instead of K.
@@ -318,7 +318,7 @@ class Experts(ABC):
 
     Attributes:
         loads: (experts,) int64, the number of tokens that each expert has computed so far. Calls update it in place.
-        skips: If True, a choice may contain the number of experts as an index, which means no expert, and is skipped.
+        skips: If True, the router's choice may contain the number of experts as an index, which selects no expert.
     """
 
     loads: Tensor
@@ -326,7 +326,7 @@ class Experts(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """Return the weighted sum of each token's experts, (tokens, hidden); see batchinfer_kernels.experts.
+        """Return the weighted sum of the results of each token's experts, (tokens, hidden).
 
         Args:
             x: (tokens, hidden).
@@ -434,10 +434,10 @@ class ActivatedLinear(Linear):
         return self._operator(self._inner(x), self._activation)
 
     def adapted(self, x: Tensor, added: AddedValues) -> Tensor:
-        """Return the activation of the linear layer's results with LoRA.
+        """Return the layer's results with LoRA, (tokens, outputs): the activation of x W^T + b + `added`.
 
         Args:
             x: (tokens, inputs).
-            added: The values of adapters, which are added to x W^T + b before the activation.
+            added: The values of the adapters.
         """
         return self._operator(self._inner.adapted(x, added), self._activation)

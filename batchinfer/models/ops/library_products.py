@@ -37,15 +37,13 @@ UNIT = 8  # the unit of row lengths of all matrices: 16 bytes
 ACTIVATIONS: dict[Activation, str] = {"silu": "swiglu", "gelu_tanh": "geglu"}
 
 
+# torch 2.11 to 2.13 require these layouts (aten/src/ATen/native/cuda/ScaledBlas.cpp): x is stored by rows and the
+# weight by columns, both with a multiple of 16 values. Float32 scales are per row, (tokens, 1) and (1, outputs). On compute
+# capability 9, they may also be per group of 128 inputs, (tokens, groups) by columns, and per block, (groups rounded up
+# to a multiple of 4, outputs / 128) by columns. torch does not check that cuBLAS needs a multiple of 8 rows for scales
+# of groups (its manual says 4, NVIDIA's TransformerEngine found 8), so rows are padded to a multiple of 16
 class LibraryFp8:
     """The matrix product with a float8 weight by torch's `scaled_mm`.
-
-    torch 2.11 to 2.13 require these layouts (aten/src/ATen/native/cuda/ScaledBlas.cpp): x is stored by rows and the
-    weight by columns, both with a multiple of 16 values. Float32 scales are per row, (tokens, 1) and (1, outputs). On
-    compute capability 9, they may also be per group of 128 inputs, (tokens, groups) by columns, and per block, (groups
-    rounded up to a multiple of 4, outputs / 128) by columns. torch does not check that cuBLAS needs a multiple of 8
-    rows for scales of groups (its manual says 4, NVIDIA's TransformerEngine found 8), so rows are padded to a multiple
-    of 16.
 
     Attributes:
         dtype: The dtype of activations.
@@ -54,11 +52,11 @@ class LibraryFp8:
     def __init__(
         self, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype, blocks: bool
     ) -> None:
-        """Create the product from tensors in the layouts that torch requires.
+        """Create the product from tensors in the layouts that `scaled_mm` requires.
 
         Args:
             codes: (outputs, inputs), the float8 values.
-            scales: (1, outputs), or the scales of blocks in the library's layout.
+            scales: (1, outputs), a scale per output; or a scale per block, in the layout of `scaled_mm`.
             bias: (outputs,). None: there is none.
             dtype: The dtype of activations.
             blocks: True if scales are per block.
@@ -129,7 +127,7 @@ def _by_columns(scales: Tensor) -> Tensor:
 
 
 class LibraryGated:
-    """The matrix product with a weight of gate and up, including their activation, by the library quack-kernels."""
+    """A gated layer act(gate) * up, computed in one launch by the library quack-kernels."""
 
     def __init__(self, weight: Tensor, activation: str) -> None:
         """Create the product with a weight that `of` accepts.
@@ -149,7 +147,7 @@ class LibraryGated:
 
         Args:
             weight: (2 * outputs, inputs), gate before up.
-            bias: (2 * outputs,), which is not supported. None: there is none.
+            bias: None, as quack supports no bias; for another value, the result is None.
             activation: The activation of the gate.
         """
         outputs, inputs = weight.shape
@@ -163,9 +161,6 @@ class LibraryGated:
     def __call__(self, x: Tensor) -> Tensor:
         """Return act(gate) * up, (tokens, outputs).
 
-        quack's default tile is used, since its search for the best one would compile dozens of kernels per number of
-        rows.
-
         Args:
             x: (tokens, inputs).
         """
@@ -175,16 +170,16 @@ class LibraryGated:
             self._weight.t(),
             activation=self._activation,
             store_preact=False,
-            tuned=False,
+            tuned=False,  # the search for the best tile would compile dozens of kernels per number of rows
             concat_layout=("B",),
         )[1]
         return y
 
 
 class ChosenGated(ActivatedLinear):
-    """A gated layer that takes two launches or, for many rows if it is faster, one launch of a library.
+    """A gated layer with two implementations: two launches, and one launch of a library for many rows.
 
-    `least_library_rows` is the number of rows from which the library computes it; see `LibraryChoice`.
+    `least_library_rows` is the minimum number of rows for the library; see `LibraryChoice`.
     """
 
     library_name = "quack-kernels"
@@ -224,12 +219,12 @@ class ChosenGated(ActivatedLinear):
         return self._fused(x) if least is not None and len(x) >= least else super().__call__(x)
 
 
+# aten/src/ATen/native/GroupedMMUtils.h: on some GPUs, torch multiplies expert by expert
 class LibraryGrouped:
     """The matrix products of gated experts in bfloat16 by torch's `grouped_mm`.
 
-    On compute capability 9.0 and 10.0, the library reads from the device where the rows of each expert end, so CUDA
-    graphs can capture it. On other GPUs, torch multiplies expert by expert, and the host waits for these numbers
-    (aten/src/ATen/native/GroupedMMUtils.h).
+    On GPUs of compute capability 9.0 and 10.0, CUDA graphs can capture it. On others, the host waits for the number of
+    rows of each expert.
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, activation: Activation) -> None:

@@ -91,7 +91,7 @@ def measure_peaks(
 
     Raises:
         Unavailable: torch does not find this GPU.
-        ValueError: It is another type of device.
+        ValueError: `device` is neither a CPU nor a CUDA device.
     """
     where = _reachable(device)
     began = time.perf_counter()

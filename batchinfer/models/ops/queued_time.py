@@ -18,8 +18,7 @@ FLUSHED = 2  # the size of the tensor that flushes the device's cache, relative 
 class QueuedTime:
     """Measures how long a device takes for the work that a call launches.
 
-    On a GPU, the host's time for launches does not count, as in the replay of a CUDA graph. The GPU's cache is flushed
-    before a call, so that weights are read from memory, as in a model that is larger than the cache.
+    On a GPU, the host's time for launches is not included, and the GPU's cache is flushed before the call.
     """
 
     def __init__(self, device: torch.device, clock: Clock = time.perf_counter) -> None:

@@ -77,7 +77,10 @@ class TorchLinear(Linear):
 
 
 class TorchHead(Head):
-    """A head that computes logits in float32 for weights of any dtype, in parts of the vocabulary to limit memory."""
+    """An output layer (lm_head) that computes logits in float32 for weights of any dtype.
+
+    It computes parts of the vocabulary sequentially to limit memory.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self.out_features, self.in_features = weight.shape
@@ -112,7 +115,13 @@ class TorchExperts(Experts):
         self._activation = activation
 
     def __call__(self, x: Tensor, choice: Choice, counted: Tensor | None = None) -> Tensor:
-        """Return the weighted sum of each token's experts, (tokens, hidden); see `Experts.__call__`."""
+        """Return the weighted sum of the results of each token's experts, (tokens, hidden).
+
+        Args:
+            x: (tokens, hidden).
+            choice: The experts that the router chose for each token, and their weights.
+            counted: (tokens,) bool, the tokens to count in `loads`, such as all except padding. None: all tokens.
+        """
         groups = group_by_expert(choice.experts, len(self.loads))
         add_loads(self.loads, choice.experts, counted)
         rows = x[groups.order // choice.experts.shape[1]]
@@ -137,10 +146,10 @@ def add_loads(loads: Tensor, experts: Tensor, counted: Tensor | None) -> None:
 
 
 class TorchHeads(HeadsLinear):
-    """A matrix product with a matrix of its own for each head, computed by one einsum."""
+    """A linear layer with a matrix of its own for each attention head, computed by one einsum."""
 
     def __init__(self, weight: Tensor) -> None:
-        """Create the product.
+        """Create the layer.
 
         Args:
             weight: (heads, outputs, inputs), the matrices of the heads.
@@ -148,7 +157,11 @@ class TorchHeads(HeadsLinear):
         self._weight = weight.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the product of each head of x, (tokens, heads, inputs), with its matrix: (tokens, heads, outputs)."""
+        """Multiply each head of x by the head's matrix, and return (tokens, heads, outputs).
+
+        Args:
+            x: (tokens, heads, inputs).
+        """
         return torch.einsum("thi,hoi->tho", x, self._weight)
 
 
@@ -171,7 +184,7 @@ class TorchAdapters(Adapters):
         return AddedValues(low_rank_reference(own, self._factors, starts, self._outputs), rows)
 
     def place(self, number: int, place: int) -> None:
-        """Copy A and B of an adapter to a place on the device; see `Adapters.place`.
+        """Copy A and B of an adapter to the device, over the adapter that has the same place.
 
         Args:
             number: The number of the adapter, from 1.
@@ -245,11 +258,17 @@ class TorchOps(Ops):
         return TorchExperts(gate_up, down, activation)
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
-        """Return A and B of LoRA adapters for one matrix product; see `Ops.pack_adapters`."""
+        """Return A and B of LoRA adapters for one matrix product.
+
+        Args:
+            factors: A and B of each adapter, or None for an adapter that does not change the product.
+            room: How many adapters the device holds at the same time. `Adapters.place` must copy them there. None: all
+                adapters are on the device from the start.
+        """
         return TorchAdapters(factors, room)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
-        """Return a layer that multiplies each head with a float matrix of its own.
+        """Return a linear layer with a float matrix of its own for each attention head.
 
         Args:
             weights: The matrices (heads, outputs, inputs).
@@ -259,13 +278,24 @@ class TorchOps(Ops):
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return (RMSNorm of x + residual, x + residual), each like x; see `Ops.rms_norm` for the arguments."""
+        """Return (RMSNorm of x + residual, x + residual), each like x.
+
+        Args:
+            x: (..., hidden).
+            weight: (hidden,).
+            eps: A number to add to the mean square.
+            residual: (..., hidden), which is added to x before the norm. None: it is 0.
+            offset: A number to add to the weight, such as Gemma's 1.
+        """
         return rms_norm_reference(x, weight, eps, residual, offset)
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        """Norm and rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store` for the arguments."""
+        """Norm and rotate q and k as `turn` states, write k and v to the cache, and return the rotated q.
+
+        q, k and v are (tokens, heads, head size).
+        """
         cos, sin = turn.rope.cos[inputs.positions], turn.rope.sin[inputs.positions]
         return rope_store_reference(
             q,
@@ -284,7 +314,7 @@ class TorchOps(Ops):
         )
 
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
-        """Return rotated q (tokens, query heads, head size), bitwise equal to `rope_store`; see `Ops.rope`."""
+        """Return normed and rotated q, (tokens, query heads, head size), without writing to a cache; see `Ops.rope`."""
         cos, sin = turn.rope.cos[inputs.positions], turn.rope.sin[inputs.positions]
         return rope_reference(
             q, cos, sin, turn.q_norm, turn.eps, offset=turn.offset, interleaved=turn.rope.interleaved
@@ -332,7 +362,14 @@ class TorchOps(Ops):
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
-        """Return attention of projected queries to cached latents, (tokens, heads, rank); see `Ops.absorbed_attention`.
+        """Return the attention-weighted sums of cached latents, (tokens, heads, rank).
+
+        Args:
+            q: (tokens, heads, rank + R), queries multiplied by the weights of K, and R rotated values.
+            cache: The layer's cache.
+            plan: The result of `plan_attention`.
+            scale: The factor of scores.
+            rank: The number of values of a latent.
 
         Raises:
             TypeError: The plan was made by other operators.

@@ -251,7 +251,13 @@ class TritonOps(Ops):
         return kind(weight, bias)
 
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
-        """Choose the experts of each token, by one kernel if it supports the routing; see `Ops.choose_experts`."""
+        """Choose the experts of each token, by one kernel if it supports the routing.
+
+        Args:
+            logits: (tokens, experts) float32, the output of the router.
+            routing: The rule by which experts are chosen.
+            correction: (experts,), numbers to add to scores for the choice only. None: there are none.
+        """
         return choose(logits, routing, correction)
 
     def pack_experts(self, gate_up: ExpertWeights, down: ExpertWeights, activation: Activation) -> Experts:
@@ -266,7 +272,13 @@ class TritonOps(Ops):
         return made
 
     def combine(self, made: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's expert results, (tokens, N); see `Ops.combine` for the arguments."""
+        """Return the weighted sum of each token's expert results, (tokens, N), for ranks that hold different experts.
+
+        Args:
+            made: (tokens * chosen, N), the results of the experts that the router chose for each token, in the router's
+                order.
+            weights: (tokens, chosen) float32, the weights of these results.
+        """
         return combine(made, torch.arange(len(made), device=made.device), weights)
 
     def _packed(self, weight: Weight, bias: Tensor | None, activation: Activation | None) -> Linear | None:
@@ -299,19 +311,39 @@ class TritonOps(Ops):
         return made
 
     def spare_bytes(self, rows: int, longest: int, device: torch.device, queries: int = 1) -> int:
-        """Return the bytes that partial results of split rows may need in a step; see `Ops.spare_bytes`."""
+        """Return how many more bytes attention may need in any step than in a step of rows with full contexts.
+
+        Other steps may split the attention of a row into parts, whose partial results need memory.
+
+        Args:
+            rows: The number of queries in the step.
+            longest: The maximum context length in tokens.
+            device: The device.
+            queries: The maximum number of queries per sequence.
+        """
         return self._shape.spare_part_bytes(rows, longest, device, queries)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return (RMSNorm of x + residual, x + residual), each like x; see `Ops.rms_norm` for the arguments."""
+        """Return (RMSNorm of x + residual, x + residual), each like x.
+
+        Args:
+            x: (..., hidden).
+            weight: (hidden,).
+            eps: A number to add to the mean square.
+            residual: (..., hidden), which is added to x before the norm. None: it is 0.
+            offset: A number to add to the weight, such as Gemma's 1.
+        """
         return rms_norm(x, weight, eps, residual, offset)
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, inputs: AttentionInputs, cache: LayerCache
     ) -> Tensor:
-        """Norm and rotate q and k, write k and v to the cache, and return q; see `Ops.rope_store` for the arguments."""
+        """Norm and rotate q and k as `turn` states, write k and v to the cache, and return the rotated q.
+
+        q, k and v are (tokens, heads, head size).
+        """
         return rope_store(
             q,
             k,
@@ -332,7 +364,7 @@ class TritonOps(Ops):
         )
 
     def rope(self, q: Tensor, turn: HeadTurn, inputs: AttentionInputs) -> Tensor:
-        """Return rotated q (tokens, query heads, head size), bitwise equal to `rope_store`; see `Ops.rope`."""
+        """Return normed and rotated q, (tokens, query heads, head size), without writing to a cache; see `Ops.rope`."""
         return rotate(
             q,
             turn.rope.cos,
@@ -347,25 +379,32 @@ class TritonOps(Ops):
     def advance_rows(
         self, tokens: Tensor, step: int, firsts: Tensor, repeats: Tensor, kept: StepRows
     ) -> None:
-        """Prepare the input tensors of the next decode step on the device; see `Ops.advance_rows` for the arguments."""
+        """Write the inputs of the next decode step to `kept` on the device.
+
+        Args:
+            tokens: (n,) int64, the tokens that the previous step sampled.
+            step: The number of the step within multi-step decoding, from 0.
+            firsts: (n,) int32, the context length of each row in step 0.
+            repeats: (n,) int32, the number of steps of multi-step decoding in which each row decodes a token.
+            kept: The input tensors, which are changed in place.
+        """
         advance_rows(tokens, step, firsts, repeats, kept)
 
     def copy_parts(self, cache: LayerCache, parts: Tensor) -> None:
-        """Copy the first tokens of blocks to other blocks of the cache.
+        """Copy K and V of tokens from one block of the cache to the same offsets of another block.
 
         Args:
             cache: The cache of the layer.
-            parts: (n, 4) int64; see batchinfer_kernels.copy_parts.
+            parts: (n, 4) int64, one copy per row: source block, target block, first offset, end offset.
         """
         for k, v in cache.copied:
             copy_parts(k, v, parts)
 
     @property
     def chunks_need_more_memory(self) -> bool:
-        """Return True if the cache stores latents, except in deterministic mode.
+        """Return True if a later chunk of a prompt may need more memory than a whole prompt of as many tokens.
 
-        For a whole prompt, K and V are computed from latents. For a later chunk, queries are multiplied by the weights
-        of K instead, which needs more memory.
+        This is so if the cache stores latents, except in deterministic mode.
         """
         return self._shape.latent and not self._shape.deterministic
 
@@ -418,8 +457,8 @@ class TritonOps(Ops):
             windows: The sliding windows of the layers; None for a layer without a window.
             longest: The maximum context length.
             other_group: The plan of another cache group for the same step. None: there is none.
-            before: The plan of the previous decode step, if it had the same sequences in the same order. None: it had
-                others.
+            before: The plan of the previous decode step, which is extended, if the step had the same sequences in the
+                same order. None: it had others.
             queries: The maximum number of queries per sequence.
         """
         self.check_tree(inputs, windows)
@@ -473,11 +512,17 @@ class TritonOps(Ops):
         )
 
     def pack_adapters(self, factors: Sequence[Factors | None], room: AdapterRoom | None = None) -> Adapters:
-        """Return A and B of LoRA adapters, packed for one matrix product; see `Ops.pack_adapters`."""
+        """Return A and B of LoRA adapters, packed for one matrix product.
+
+        Args:
+            factors: A and B of each adapter, or None for an adapter that does not change the product.
+            room: How many adapters the device holds at the same time. `Adapters.place` must copy them there. None: all
+                adapters are on the device from the start.
+        """
         return TritonAdapters(factors, self._shape.deterministic, room)
 
     def pack_heads(self, weights: ExpertWeights) -> HeadsLinear:
-        """Return a layer that multiplies each head with a matrix of its own.
+        """Return a linear layer with a matrix of its own for each attention head.
 
         Args:
             weights: The matrices (heads, outputs, inputs).
@@ -493,10 +538,10 @@ class TritonOps(Ops):
         scale: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the result of attention over cached latents; see `Ops.latent_attention`.
+        """Return the result of attention over cached latents, (tokens, heads, size of a value).
 
-        If the plan is a `LatentPlan`, K and V of some sequences are computed from latents. For other sequences, queries
-        and results are multiplied by the weights of K and V instead.
+        A `LatentPlan` decides for which sequences K and V are computed from latents. See `Ops.latent_attention` for the
+        arguments.
         """
         if not isinstance(plan, LatentPlan):
             return super().latent_attention(q, cache, plan, heads, scale, out)
@@ -514,7 +559,14 @@ class TritonOps(Ops):
     def absorbed_attention(
         self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, rank: int
     ) -> Tensor:
-        """Return attention of projected queries to cached latents, (tokens, heads, rank); see `Ops.absorbed_attention`.
+        """Return the attention-weighted sums of cached latents, (tokens, heads, rank).
+
+        Args:
+            q: (tokens, heads, rank + R), queries multiplied by the weights of K, and R rotated values.
+            cache: The layer's cache.
+            plan: The result of `plan_attention`.
+            scale: The factor of scores.
+            rank: The number of values of a latent.
 
         Raises:
             TypeError: The plan was made by other operators.

@@ -59,8 +59,7 @@ class PromptTables:
     ) -> PromptTables | None:
         """Return the tables of a step's prompt chunks; None if no chunk has at least two queries.
 
-        The table of a sequence begins with the first block that a query attends to. Earlier blocks may contain NaN. A
-        kernel multiplies masked keys in a tile by 0, and 0 * NaN is NaN.
+        The tables begin with the first block that a query attends to.
 
         Args:
             inputs: The inputs of the step.
@@ -70,6 +69,7 @@ class PromptTables:
         rows = PromptRows.of(inputs)
         if rows is None:
             return None
+        # Blocks before the window may contain NaN. Kernels multiply masked keys in a tile by 0, and 0 * NaN is NaN
         unseen = _unseen(rows, windows) // block_size
         keys = rows.contexts - unseen * block_size
         counts = -(-keys // block_size)
@@ -144,7 +144,10 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
         return PromptTables.of(inputs, self._block_size, windows)
 
     def run(self, pages: PromptTables, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
-        """Compute the attention of the chunks, and write it to their rows of `out`; see `PromptPrefill.run`."""
+        """Compute the attention of the planned prompt chunks in one layer, and write it to their rows of `out`.
+
+        See `PromptPrefill.run` for the arguments.
+        """
         rows = slice(pages.first, pages.last)
         self._forward(
             q[rows],

@@ -135,7 +135,10 @@ class FlashInferPrefill(PromptPrefill[PromptPages]):
         return PromptPages.of(inputs, self._block_size) if None in windows else None
 
     def run(self, pages: PromptPages, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
-        """Compute the attention of the chunks, and write it to their rows of `out`; see `PromptPrefill.run`."""
+        """Compute the attention of the planned prompt chunks in one layer, and write it to their rows of `out`.
+
+        See `PromptPrefill.run` for the arguments.
+        """
         assert (rules.window, rules.soft_cap, rules.sinks) == (None, None, None)
         rows = slice(pages.first, pages.last)
         self._plan_wrapper(pages, rules.scale).run(q[rows], (cache.k, cache.v), out=out[rows])

@@ -30,7 +30,8 @@ class PromptItems:
     """The prompt chunks of a step as work items of the Gluon kernel.
 
     Attributes:
-        items: (n, 5) int32 on the device, from `prefill_items`.
+        items: (n, 5) int32 on the device: sequence, first row of q, number of rows, position of the first row in its
+            sequence, and end of the keys that the rows attend to.
         tables: (sequences, maximum blocks), the block tables of the step.
     """
 
@@ -125,7 +126,9 @@ class GluonPrefill(PromptPrefill[PromptItems]):
         return PromptItems(upload(items, inputs.block_tables.device), inputs.block_tables)
 
     def run(self, pages: PromptItems, q: Tensor, cache: LayerCache, rules: ScoreRules, out: Tensor) -> None:
-        """Compute the attention of the chunks, and write it to their rows of `out`; see `PromptPrefill.run`.
+        """Compute the attention of the planned prompt chunks in one layer, and write it to their rows of `out`.
+
+        See `PromptPrefill.run` for the arguments.
 
         Raises:
             RuntimeError: The kernel does not compile.

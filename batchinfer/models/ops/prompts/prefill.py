@@ -32,8 +32,8 @@ ALIGNED_BYTES = 16  # bytes that GPUs load at once
 class PromptRows:
     """The rows of a step that a library for prompts computes: from the first to the last chunk of at least two queries.
 
-    Sequences with a single query between them are included, with one key. The kernel for single queries overwrites
-    their results.
+    Sequences with a single query between these chunks are included, but with one key only. Another kernel computes
+    their results again.
 
     Attributes:
         first: The first of these rows of the step's queries.
@@ -110,9 +110,8 @@ class PromptPrefill(ABC, Generic[Pages]):
     Attributes:
         name: The name of the library, for messages.
         distribution: The name of the package that contains the library.
-        extra: The suffix of the operators' name in the report; for a library also the extra of batchinfer that installs
-            it.
-        is_installed: True if users install the library themselves. The reason why it is not used is then logged.
+        extra: The suffix of the operators' name in the report. For a library, also the pip extra that installs it.
+        is_installed: True if users install the library themselves. If it is not used, the reason is logged.
         DTYPES: The supported dtypes of queries.
     """
 
