@@ -38,10 +38,10 @@ ACTIVATIONS: dict[Activation, str] = {"silu": "swiglu", "gelu_tanh": "geglu"}
 
 
 # torch 2.11 to 2.13 require these layouts (aten/src/ATen/native/cuda/ScaledBlas.cpp): x is stored by rows and the
-# weight by columns, both with a multiple of 16 values. Float32 scales are per row, (tokens, 1) and (1, outputs). On compute
-# capability 9, they may also be per group of 128 inputs, (tokens, groups) by columns, and per block, (groups rounded up
-# to a multiple of 4, outputs / 128) by columns. torch does not check that cuBLAS needs a multiple of 8 rows for scales
-# of groups (its manual says 4, NVIDIA's TransformerEngine found 8), so rows are padded to a multiple of 16
+# weight by columns, both with a multiple of 16 values. Float32 scales are per row, (tokens, 1) and (1, outputs). On
+# compute capability 9, they may also be per group of 128 inputs, (tokens, groups) by columns, and per block, (groups
+# rounded up to a multiple of 4, outputs / 128) by columns. torch does not check that cuBLAS needs a multiple of 8 rows
+# for scales of groups (its manual says 4, NVIDIA's TransformerEngine found 8), so rows are padded to a multiple of 16
 class LibraryFp8:
     """The matrix product with a float8 weight by torch's `scaled_mm`.
 
