@@ -76,7 +76,7 @@ def open_run(
 
     Raises:
         Locked: Another run holds the lock.
-        BatchInferError: See `check_setup` and `openai_file`.
+        BatchInferError: The job cannot run, or the file of --to-openai cannot be written.
     """
     watch, stop = Stopwatch(options.already_s), options.stop_at
     full_state, full_job = state_of(job), job

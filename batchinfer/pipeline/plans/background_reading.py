@@ -59,7 +59,11 @@ class BackgroundReading:
     def rows_so_far(self) -> RowsSoFar | None:
         """Return the rows that were read so far, or None at the end of the input. Then `finish` must be called instead.
 
-        Only one thread may call this at a time. Raises the errors of `Ingestion.settle`.
+        Only one thread may call this at a time.
+
+        Raises:
+            StorageError: The index cannot be read or written.
+            OutOfMemory: DuckDB exceeded its memory limit.
         """
         with self._turn:
             self._wanted = True
@@ -71,7 +75,8 @@ class BackgroundReading:
     def finish(self) -> Index:
         """Wait for the end of the input, and return the complete index.
 
-        Raises the error that ended the reading, and the errors of `Ingestion.finish`.
+        Raises:
+            BatchInferError: An error ended the reading, or the index cannot be completed.
         """
         self._read_all.result()
         return self.ingestion.finish()

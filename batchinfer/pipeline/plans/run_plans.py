@@ -115,7 +115,8 @@ class RunPlans:
         Returns:
             Batches of the new plan's requests. None: engines keep the current plan.
 
-        Raises the error of planning.
+        Raises:
+            BatchInferError: The plan cannot be made.
         """
         if self._making is not None:
             source, known, made = self._making

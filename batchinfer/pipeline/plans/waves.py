@@ -89,10 +89,12 @@ class Waves:
 
         They should wait if there is no new request, or if too many prefix tokens would be computed again.
 
-        Raises the errors of `Ingestion.finish` and `plan_job`.
-
         Args:
             known: The requests that engines have received so far.
+
+        Raises:
+            StorageError: The index or the store cannot be read, or a file cannot be written.
+            OutOfMemory: DuckDB exceeded its memory limit.
         """
         began = time.monotonic()
         rows = self._reading.rows_so_far()
@@ -179,7 +181,7 @@ def waves_again(plan: Plan, begun: int, again: int, ratio: float) -> float:
         ratio: Size of the whole input divided by the size of the part that was read.
 
     Returns:
-        The tokens as a share of all prompt tokens of the job, 0 to 1.
+        The tokens that are computed again, as a share (0 to 1) of all prompt tokens of the job.
     """
     later = (ratio - 1) * plan.rows * (1 - plan.recurring)
     all_tokens = plan.tokens_once / max(1, plan.to_run) * (begun + plan.to_run + later)

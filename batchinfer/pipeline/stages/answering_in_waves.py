@@ -55,7 +55,7 @@ def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -
     Raises:
         Interrupted: A signal came.
         StopTimeReached: The stop time came.
-        BatchInferError: The engines failed, the input cannot be read, or `complete` refuses it.
+        BatchInferError: The engines failed, the input cannot be read, or it has too few rows or too many error rows.
     """
     before = set(store.parts())
     with (

@@ -77,7 +77,8 @@ def publish_result(
     Returns:
         The manifest of the result, and True if this run started engines or the result differs from the one before.
 
-    Raises the errors of `publish`.
+    Raises:
+        BatchInferError: The result cannot be published.
     """
     run.progress.phase("publishing", published_rows(index.best, index.rows))
     index.check_inputs_unchanged()

@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class EngineLoading:
-    """Loads the engine of a worker in two steps: first the weights, then everything else.
+    """Loads the engine of a worker in two phases: first the weights, then everything else.
 
-    Each step starts with a message from the driver, which is passed on to the engine's other ranks.
+    Each phase starts with a message from the driver, which is passed on to the engine's other ranks.
     """
 
     def __init__(self, spec: WorkerSpec, parent: ParentConnection, ranks: OtherRanks) -> None:
@@ -96,7 +96,7 @@ class EngineLoading:
 class RankLoading:
     """Loads the shard of a rank other than rank 0: first the weights, then everything else.
 
-    Each step starts with a message from rank 0.
+    Each of these phases starts with a message from rank 0.
     """
 
     def __init__(self, spec: WorkerSpec, rank_config: RankConfig, connection: ParentConnection) -> None:

@@ -116,7 +116,7 @@ class Learn:
 
     @classmethod
     def of(cls, answers: Sequence[TokenIds]) -> Learn:
-        """Create the message.
+        """Create the message from separate answers.
 
         Args:
             answers: The tokens of each answer.

@@ -143,7 +143,7 @@ class Replica:
 
     @property
     def concurrent_rows(self) -> int:
-        """Return how many rows the replica runs in parallel: `max_num_seqs`, or fewer if its KV cache is full.
+        """Return how many rows the replica can run in parallel: `max_num_seqs`, or fewer if its KV cache is full.
 
         The replica must be ready.
         """

@@ -84,8 +84,8 @@ class Crash:
 class WorkerHandle:
     """The driver's handle of a worker. A context manager, which ends the worker.
 
-    The worker loads its engine in two steps, `load` and `configure`. Only the second step needs the plan. After the
-    death of the worker, methods that send a message do nothing, and the next `receive` raises.
+    `load` lets the worker load its weights. `configure` also lets it build the engine, and needs the plan of the run.
+    After the death of the worker, methods that send a message do nothing, and the next `receive` raises.
     """
 
     def __init__(
@@ -220,9 +220,9 @@ class WorkerHandle:
 
     @property
     def ended(self) -> bool:
-        """Return True if the worker has sent its last message, which may be the error that ended it.
+        """Return True if the worker has sent its last message.
 
-        `receive` may still raise this error.
+        If this message is an error, `receive` may not have raised it yet.
         """
         return self.left or self._failed is not None
 

@@ -214,7 +214,7 @@ class ForecastEngine:
     def every(self, budget_s: float) -> int:
         """Return the number n for which simulating every n-th batch of requests takes about `budget_s` seconds.
 
-        The sample is never so small that it fills the engines only a few times. 1 means the whole plan.
+        The sample always has enough requests to fill the engines' batches several times. 1 means the whole plan.
         """
         batches = math.ceil(self.plan.to_run / REQUEST_BATCH)
         engines = self.setup.setting.placement.replicas  # only one engine is simulated

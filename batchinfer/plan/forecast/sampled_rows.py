@@ -86,9 +86,9 @@ def sampled_rows(index_parts: Sequence[Path], of_rows: int) -> SampledRows:
 def relative_error(tokens: NDArray[np.int64], of_rows: int) -> float | None:
     """Estimate the relative error (95 % confidence) of a token count that is scaled from a sample to the whole input.
 
-    The sample consists of runs of RUN_ROWS consecutive rows. The error is estimated from the differences between
-    neighbouring runs, as is usual for a systematic sample, so slow changes along the input add no error. Returns None
-    for fewer than eight runs or no tokens.
+    The sample consists of groups of RUN_ROWS consecutive rows. The error is estimated from the differences between
+    neighbouring groups, so slow changes along the input add no error. Returns None for fewer than eight groups or no
+    tokens.
 
     Args:
         tokens: Tokens of each row of the sample, in input order.

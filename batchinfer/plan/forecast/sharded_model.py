@@ -30,7 +30,7 @@ class StagePart:
         spec: The layers and weights of the shard.
         cost: FLOPs and bytes of the shard's part of a step.
         weight_bytes: Bytes of the shard's weights.
-        layers: Number of the first layer of the shard in the whole model, and number of the last layer plus 1.
+        layers: (first, end): the shard has the layers of the whole model with indices from `first` to `end` - 1.
     """
 
     spec: ModelSpec

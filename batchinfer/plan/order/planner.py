@@ -199,7 +199,7 @@ def _by_row(values: Ints, rows: Ints) -> Ints:
 
 
 def longest_params(database: Any, source: str) -> int:
-    """Return the size in bytes of the longest sampling parameters in a table.
+    """Return the size in bytes of the longest JSON of sampling parameters in a table.
 
     Args:
         database: A DuckDB connection.
@@ -215,8 +215,8 @@ def write_plan(query: Any, path: Path, longest: int) -> None:
     Args:
         query: A DuckDB relation with all columns of PLAN_SCHEMA except `seq`, in order of execution.
         path: File to write.
-        longest: Size in bytes of the longest sampling parameters, from `longest_params`. It determines the number of
-            rows per row group, which limits the memory.
+        longest: Result of `longest_params` for the query. It limits the number of rows per row group, and thus the
+            memory.
 
     Raises:
         StorageError: The file cannot be written.

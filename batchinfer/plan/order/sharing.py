@@ -104,7 +104,8 @@ def field_order(fields: Sequence[Values], lengths: Sequence[float]) -> list[int]
     """Return the order of a prompt's fields in which rows share the largest number of tokens, as field numbers.
 
     A greedy algorithm like GGR (Liu et al., "Optimizing LLM Queries in Relational Data Analytics Workloads", 2024), but
-    with one order for all rows, as in a template: each step appends the field that saves the largest number of tokens.
+    with one order for all rows, as in a template: it repeatedly appends the field that saves the largest number of
+    tokens.
 
     Args:
         fields: For each field, its value in every row.

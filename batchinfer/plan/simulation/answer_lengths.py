@@ -17,8 +17,7 @@ class AnswerLengths:
     """Forecasts answer lengths from earlier answers to prompts of similar length.
 
     Without earlier answers, every answer is assumed to have max_tokens tokens. Otherwise the forecast lengths have the
-    distribution of the earlier lengths. They are assigned in the order of the requests' work keys, so the forecast is
-    reproducible and independent of the order of the job.
+    distribution of the earlier lengths. The forecast of a request does not depend on the order of the requests.
     """
 
     _by_size: Mapping[int, SurvivalCurve]  # by the bit length of the prompt's token count

@@ -114,9 +114,9 @@ class Captures:
 class Launching:
     """Predicts how an engine launches each step: as one CUDA graph, piecewise, or eagerly.
 
-    Piecewise means one CUDA graph for each part between two layers' attention. Decode steps are captured as one graph
-    only after several steps of the same kind. Here a kind is a number of rows, a bound on the context, and whether
-    blocks are shared. A real engine distinguishes more kinds, so it captures a few steps later.
+    Piecewise means one CUDA graph for each part between two layers' attention. Decode steps with long contexts or
+    shared blocks run as one graph only after several steps of the same kind: with about the same number of rows, the
+    same bound on the context, and blocks shared or not.
     """
 
     def __init__(self, captures: Captures) -> None:
@@ -146,6 +146,7 @@ class Launching:
         bound = context_bound(longest, self._captures.longest)
         if bound <= MIN_CONTEXT_BOUND and not shares:
             return True
+        # A real engine distinguishes more kinds, so it captures a few steps later
         kind = self._sizes[bisect_left(self._sizes, rows)], bound, shares
         self._seen[kind] += 1
         return self._seen[kind] >= CAPTURE_AT_USE

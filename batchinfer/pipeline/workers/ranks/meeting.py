@@ -27,7 +27,7 @@ class ParentConnection:
 
 
 class Meeting:
-    """A file through which the ranks of an engine find and connect to each other. No other process can open it.
+    """A file through which the ranks of an engine find each other. Processes of other users cannot open it.
 
     It is an anonymous file on Linux, else a file in a private folder.
     """
@@ -45,7 +45,7 @@ class Meeting:
             self._path = str(Path(self._folder.name) / "meeting")
 
     def rank_config(self, rank: int) -> RankConfig:
-        """Return what a rank needs to connect: its number, how the model is sharded, and the path of the file."""
+        """Return what a rank needs to connect to the others: its number, the model's sharding, and the file's path."""
         return RankConfig(rank, self._division, self._path)
 
     def over(self) -> None:
