@@ -279,7 +279,6 @@ class DraftModelSource:
         one.confirmed, one.kept_positions = len(own), -(-(len(row) - 1) // self._size) * self._size
         self._take_mask(one, row)
         # `_prefill`, which is called next, computes these blocks
-        # `_prefill`, which is called next, computes these blocks
         self._note(one, own.computed, one.confirmed)
         return one
 

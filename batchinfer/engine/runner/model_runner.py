@@ -308,16 +308,6 @@ class ModelRunner:
         return rows, batch.sampling, plans[0].padded_tokens
 
     def _move_accepted(self, host: HostBatch, hidden: Tensor, rows: list[Seq[int]]) -> Tensor:
-        """Move the keys and values of accepted draft tree nodes to consecutive slots, as if the nodes were a chain.
-
-        Args:
-            host: The inputs of the step.
-            hidden: The hidden states of the n sampled rows, [n, hidden].
-            rows: The accepted rows of each chunk, as `rows_of_chunks` returns them.
-
-        Returns:
-            `hidden`, in which the rows of accepted nodes are moved in the same way.
-        """
         chosen = (
             host.sampled_rows if host.sampling.chosen is None else host.sampled_rows[host.sampling.chosen]
         )

@@ -41,12 +41,13 @@ class Launched(Protocol):
     def collective_s(self) -> float | None:
         """The seconds spent in collectives, or None if there are none or they are not timed."""
 
+    # If the runner looks ahead, each sequence that does not wait for its newest tokens gets exactly one token.
+    # A sequence with d drafts may get more than d + 1 tokens. The further ones have no keys and values yet.
     def tokens(self) -> list[list[int]]:
         """Return a list of sampled tokens for each sequence that gets tokens, in the order of the step's plan.
 
-        A list may be empty. If the runner looks ahead, each sequence that does not wait for its newest tokens gets
-        exactly one token. A sequence with d drafts may get more than d + 1 tokens. The further tokens have no keys and
-        values yet: the next step computes them. NO_TOKEN is returned if logits are not finite.
+        A list may be empty, and may have several tokens if the sequence has drafts. NO_TOKEN is returned if logits are
+        not finite.
         """
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
@@ -69,8 +70,8 @@ class Launched(Protocol):
     def barred(self) -> Mapping[int, Sequence[bool]]:
         """Return for each sampled token True if the token mask forbade the most likely token.
 
-        A key is the index of a sequence among all sequences that get tokens. Only sequences with a mask have a value.
-        A sequence may also be missing if its most likely token was accepted without computing its mask.
+        A key is the index of a sequence among all sequences that get tokens. Only sequences whose mask was computed
+        have a value.
         """
 
 

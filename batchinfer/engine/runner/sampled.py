@@ -140,8 +140,8 @@ def rows_of_chunks(tokens: list[int], plan: StepPlan) -> list[Sequence[int]] | N
 
     A chunk is the range of tokens that a step runs for one sequence. A row is a token of the step after which a token
     was sampled. In a chunk with drafts, the first row is the last known token of the sequence, and each draft is a
-    further row. Sampled tokens are accepted up to and including the first one that differs from the next draft. In a
-    draft tree, the accepted rows are a path.
+    further row. The accepted rows are the last known token and the accepted drafts. The tokens sampled after them
+    become tokens of the sequence.
 
     Args:
         tokens: The token that was sampled for each row of the step.
@@ -294,9 +294,7 @@ class DeviceTokens:
     tokens: Tensor | None = None
 
     def of(self, places: Ints | None, device: torch.device) -> Tensor:
-        """Return tokens of the previous step as input of the next step.
-
-        NO_TOKEN becomes 0. Its sequence has ended, and the results of its further steps are dropped.
+        """Return tokens of the previous step as input of the next step, int64 [n]. NO_TOKEN is replaced by 0.
 
         Args:
             places: The indices of the tokens to return. None: all tokens.

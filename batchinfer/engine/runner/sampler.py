@@ -109,14 +109,14 @@ class Sampler:
     Attributes:
         eos_token_ids: The end-of-sequence tokens of the model.
         mask: The token masks of constraints. None: no row has a constraint.
-        on_host: True if logits are in host memory. For a greedy row whose last token its mask did not change, the
-            argmax is then tried first. The mask is only computed if it forbids the argmax, so the tokens are the same.
+        on_host: True if logits are in host memory. The masks of greedy rows are then computed only if needed.
         classifier: The classification head: returns logits, [n, labels], from pooled states, [n, hidden]. None: the
             model has none.
     """
 
     eos_token_ids: frozenset[int]
     mask: TokenMask | None = None
+    # Trying the argmax first gives the same tokens: the whole mask is computed only if it forbids the argmax
     on_host: bool = False
     classifier: Callable[[Tensor], Tensor] | None = None
 
@@ -165,14 +165,14 @@ class Sampler:
         return replace(states, states=self.classifier(pooled.float()))
 
     def tries_argmax(self, plan: SamplingPlan) -> bool:
-        """Return True if a step can be sampled from the argmax of its logits, without storing the logits.
+        """Return True if a step may be sampled by computing only the argmax of its logits.
 
-        This needs greedy rows. A row with a mask needs a sampler on the host, which checks the argmax against the
-        mask.
+        All rows must be greedy. Rows with a mask are possible only if `on_host` is True.
 
         Args:
             plan: The sampling plan of the step.
         """
+        # On the host, the argmax is checked against the mask
         return plan.argmax and (not plan.masked or (self.on_host and all(plan.followed)))
 
     def _corrected(self, ops: Ops, head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> Sampled:
@@ -285,16 +285,8 @@ def _asked_states(head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> RowSt
 
 
 def _exact_sums(states: Tensor, chunk_of: Tensor, chunks: int) -> Tensor:
-    """Return the sum of the hidden states of each chunk, float64 [chunks, hidden].
-
-    States are rounded to multiples of 2^-30. Sums below 2^23 are then exact, so they do not depend on how a prompt was
-    divided into chunks.
-
-    Args:
-        states: [n, hidden].
-        chunk_of: [n], the index of each state's chunk.
-        chunks: The number of chunks.
-    """
+    # Multiples of 2^-30 have exact sums below 2^23, which do not depend on how a prompt was divided into
+    # chunks
     sums = states.new_zeros((chunks, states.shape[1]), dtype=torch.float64)
     for first in range(0, len(states), _SUMMED_ROWS):
         rows = slice(first, first + _SUMMED_ROWS)
@@ -365,7 +357,7 @@ class _LogprobRows:
         """Return the log-probabilities of the chosen tokens and of the most likely tokens.
 
         If a row asks for log-probabilities among allowed tokens, a chosen end-of-sequence token gets the probability
-        of all end-of-sequence tokens, because all of them give the same answer.
+        of all end-of-sequence tokens together.
 
         Args:
             ops: The operators.
@@ -381,15 +373,6 @@ class _LogprobRows:
 
 
 def _ends_together(values: Tensor, logits: Tensor, chosen: Tensor, own: list[int], eos: list[int]) -> Tensor:
-    """Return log-probabilities in which a chosen end-of-sequence token has the probability of all such tokens together.
-
-    Args:
-        values: [n], the log-probabilities of the chosen tokens.
-        logits: [n, vocab].
-        chosen: [n], the chosen tokens.
-        own: The indices of the rows to change. Values of other rows are copied.
-        eos: The end-of-sequence tokens.
-    """
     rows, ends = upload([np.array(own, np.int64), np.array(eos, np.int64)], logits.device)
     mine, taken = logits.index_select(0, rows).float(), chosen.index_select(0, rows)
     together = mine.index_select(1, ends).logsumexp(-1) - mine.logsumexp(-1)

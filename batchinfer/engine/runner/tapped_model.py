@@ -32,8 +32,8 @@ CopyParts = Callable[[Tensor, Tensor, Tensor], None]
 class HeadModel:
     """A draft head that a runner can run like a model.
 
-    At each position, the head reads the target model's hidden state of that position and the next token. If the target
-    model has not computed the state yet, because the token is a draft, the head reads its own output instead.
+    At each position, the head reads the next token and a stored hidden state: the target model's, or the head's
+    own output if the target model has not computed the position yet.
 
     Args:
         head: The draft head.
@@ -138,9 +138,8 @@ class TappedModel:
     ) -> Generator[AttentionBoundary, Tensor | None, Tensor]:
         """Run the decoder for a step as a generator that pauses before each layer's attention.
 
-        The states that the draft head reads are stored. For partial blocks that are copied from other blocks, they are
-        not copied: after the last piece, the caller must call `copy`. Captured pieces cannot do this, because they
-        depend only on the number of tokens.
+        The states that the draft head reads are stored for the step's tokens. After the last piece, the caller must
+        call `copy` to store them for copied partial blocks, too.
 
         Args:
             token_ids: [T], the tokens of the step.
@@ -148,7 +147,7 @@ class TappedModel:
             caches: The KV cache of each layer with attention.
 
         Yields:
-            The attention that the caller must launch. The caller sends its result to the generator.
+            The attention that the caller must launch. The caller passes the result of attention to `send()`.
 
         Returns:
             The hidden states after the last layer, [T, hidden].
@@ -167,7 +166,7 @@ class TappedModel:
         return self.decoder.static_buffers(tokens)
 
     def copy(self, inputs: Seq[AttentionInputs]) -> None:
-        """Copy the draft head's states of those partial blocks whose keys and values the step copies.
+        """Copy the hidden states that the draft head reads, for the partial blocks that the step copies.
 
         It must be called after the states of the step's tokens were written.
 
@@ -179,9 +178,7 @@ class TappedModel:
             self.copy_parts(places, places, parts)
 
     def move(self, moves: Seq[Tensor]) -> None:
-        """Copy the draft head's states between KV cache slots.
-
-        The keys and values of accepted draft tree nodes are copied in the same way.
+        """Copy the hidden states that the draft head reads from KV cache slots to other slots.
 
         Args:
             moves: [n, 2] per cache group, the slots to copy from and to.

@@ -72,8 +72,7 @@ def _parents(bits: NDArray[np.int32], places: NDArray[np.int64]) -> NDArray[Any]
 def move_accepted_nodes(host: HostBatch, tokens: Tensor, caches: Sequence[Sequence[Tensor]]) -> Tensor:
     """Find the accepted nodes of a step's draft trees, and move their keys and values to consecutive slots.
 
-    The host does not wait for the step. The work is queued on the device before the next step, so no other sequence
-    uses the slots yet.
+    The work is queued on the device; the host does not wait for it.
 
     Args:
         host: The inputs of the step.
@@ -83,6 +82,7 @@ def move_accepted_nodes(host: HostBatch, tokens: Tensor, caches: Sequence[Sequen
     Returns:
         int64 [rows], the permutation that orders the hidden states of the step's sampled rows in the same way.
     """
+    # The work is queued before the next step, so no other sequence uses the slots yet
     trees = StepTrees.of(host)
     from batchinfer_kernels.gpu.draft_tree import move_slots, tree_paths
 

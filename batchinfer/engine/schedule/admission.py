@@ -16,13 +16,14 @@ Ends = list[tuple[int, Sequence]]  # (remaining steps, sequence), most remaining
 def peak_blocks(ends: Iterable[tuple[int, Sequence]], tables: BlockTables) -> int:
     """Return the maximum number of KV cache blocks that sequences will hold together until all have ended.
 
-    Each sequence grows by one token per step until its end, so the maximum is reached in the last step of one of the
-    sequences. A shared block counts once. The result is exact without sliding windows, and an upper bound with them.
+    Each sequence grows by one token per step until its end. A shared block counts once. With sliding windows, the
+    result is an upper bound.
 
     Args:
         ends: (number of remaining steps, sequence) for each sequence.
         tables: The block tables of the sequences.
     """
+    # The maximum is reached in the last step of one of the sequences
     ordered = sorted(ends, key=_steps, reverse=True)
     held = [0] * len(ordered)
     if tables.sizes.unwindowed:
@@ -66,16 +67,9 @@ def _windowed(ordered: Ends, tables: BlockTables, window: int) -> list[int]:
 
 
 class _Growing:
-    """Sums the blocks of sequences that grow by one token per step.
-
-    Stored are only the number of full blocks, and how many sequences have 0, 1, 2, … tokens in their last block. They
-    determine the sum after any number of steps.
-
-    Args:
-        size: The number of tokens per block.
-    """
-
     def __init__(self, size: int) -> None:
+        # The number of full blocks, and how many sequences have 0, 1, 2, … tokens in their last block, determine
+        # the sum after any number of steps
         self._size, self._whole, self._count = size, 0, 0
         self._parts = [0] * size
 
@@ -94,15 +88,6 @@ class _Growing:
 
 
 class _Sliding:
-    """Sums the blocks of sequences that grow by one token per step and hold at most `most` blocks each.
-
-    The number of steps that is passed to `blocks` must decrease from call to call.
-
-    Args:
-        size: The number of tokens per block.
-        most: The maximum number of blocks per sequence, because of a sliding window.
-    """
-
     def __init__(self, size: int, most: int) -> None:
         self._size, self._most = size, most
         self._growing = _Growing(size)
@@ -114,6 +99,7 @@ class _Sliding:
         heappush(self._full, (-steps, tokens, without))
 
     def blocks(self, steps: int) -> int:
+        # `steps` must decrease from call to call
         while self._full and -self._full[0][0] > steps:
             _, tokens, without = heappop(self._full)
             self._growing.add(tokens, without)
@@ -121,26 +107,21 @@ class _Sliding:
 
 
 class CountedBlocks:
-    """Counts the distinct blocks of several block tables, by remembering which shared blocks earlier tables had.
-
-    A sequence that holds a block also holds the blocks before it. So a table begins with shared blocks that earlier
-    tables have, too. They are followed by other shared blocks, then by blocks that no other table has. Both borders
-    are found by bisection.
-    """
+    """Counts the distinct blocks of several block tables, by remembering which shared blocks earlier tables had."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._blocks: set[int] = set()
 
     def before(self, table: list[int], most: int) -> int:
-        """Return how many of a table's first `most` blocks were in tables that were passed before.
-
-        The table's own shared blocks are remembered for later calls.
+        """Return how many of a table's first `most` blocks also were in tables of earlier calls.
 
         Args:
             table: The block table of a sequence.
             most: The number of leading blocks to count.
         """
+        # A table begins with shared blocks that earlier tables have, too. Other shared blocks follow, then
+        # private blocks: a sequence that holds a block also holds the blocks before it.
         if not table or self._pool.users(table[0]) < 2:
             return 0
         shared = bisect_left(table, True, 0, most, key=self._is_private)

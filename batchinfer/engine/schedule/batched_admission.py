@@ -14,7 +14,7 @@ IDLE = 5
 
 @dataclass(frozen=True, slots=True)
 class AdmissionCosts:
-    """Estimated times of host and device, in seconds, from which it is decided how long to delay admission.
+    """Estimated times of host and device, in seconds, from which the delay of admission is computed.
 
     All device times are 0 if the peaks of the device are unknown.
 
@@ -38,10 +38,8 @@ class AdmissionCosts:
 class BatchedAdmission:
     """Decides when to admit waiting sequences, after admission has stopped because there was no room.
 
-    A batch slot is empty from the end of its sequence to the next admission, and wastes its share of the fixed time of
-    each step. Admission wastes the time that the device waits while the host launches the prompts. Sequences are
-    admitted when the two wasted times are equal. If sequences end evenly, this minimises the total (economic order
-    quantity, Harris, 1913). If prompts keep the device busy, they are admitted at once.
+    To wait wastes the time of empty batch slots. To admit wastes the time that the device waits while the host
+    launches the prompts. Sequences are admitted when the two wasted times are equal.
     """
 
     def __init__(self, costs: AdmissionCosts | None) -> None:
@@ -71,9 +69,7 @@ class BatchedAdmission:
     def should_wait(
         self, running: int, waiting: int, cached: int, budget: int, prompt_tokens: Callable[[int], int]
     ) -> bool:
-        """Return True if no sequence should be admitted in the next step.
-
-        Each call adds the time that empty batch slots wasted in the newest launch.
+        """Return True if no sequence should be admitted in the next step. Call it once per step.
 
         Args:
             running: The number of running sequences.
@@ -90,6 +86,7 @@ class BatchedAdmission:
             self._counted, self._prompt_tokens = self.ended, prompt_tokens(self.ended)
         if not self.ended or self._prompt_tokens >= budget:
             return not self.ended
+        # If sequences end evenly, this minimises the total waste (economic order quantity, Harris, 1913)
         return self._wasted_s < self._idle_s(costs, running, cached)
 
     def _idle_s(self, costs: AdmissionCosts, running: int, cached: int) -> float:

@@ -163,14 +163,7 @@ class BlockTables:
             assert left <= seen, "a window has lost a block"
 
     def _reusable(self, digests: list[bytes]) -> int:
-        """Return the maximum number of leading blocks of a sequence that need not be computed.
-
-        In tables without a window, all these blocks must be cached. In tables with a window, only the blocks that the
-        next token reads must be.
-
-        Args:
-            digests: The contents of the sequence's leading blocks.
-        """
+        # In tables with a window, only the blocks that the next token reads must be cached
         blocks = len(digests)
         for group in self._whole:
             absent = (i for i in range(blocks) if self.pool.find(digests[i], group) is None)

@@ -42,12 +42,10 @@ def further_host_s(steps: float, rows: int) -> float:
 def step_tokens(cost: ModelCost, peaks: Peaks | None, max_num_seqs: int, default: int) -> int:
     """Choose the maximum number of tokens per step, so that full steps are bound by arithmetic in linear layers.
 
-    The result is the number of tokens for which matrix products take 128 times the time of reading the weights. It is
-    rounded up to a power of two and limited to the range from 512 to 8192. If 2 * `max_num_seqs` is larger, that is
-    the result, which leaves room for prefill in a full batch.
+    The result is a power of two from 512 to 8192, or 2 * `max_num_seqs` if that is larger.
 
     Args:
-        cost: The costs of the model. With experts, more tokens are needed, because each token uses only some weights.
+        cost: Computes the FLOPs and memory traffic of a step of the model.
         peaks: The peak FLOP/s and bandwidth of the device, or None if unknown.
         max_num_seqs: The maximum number of running sequences.
         default: The result if `peaks` is None.
@@ -65,7 +63,7 @@ def admission_costs(cost: ModelCost, peaks: Peaks | None, pieces: bool = True) -
     """Return the estimated times from which the scheduler of a GPU engine decides when to admit sequences.
 
     Args:
-        cost: The costs of the model.
+        cost: Computes the FLOPs and memory traffic of a step of the model.
         peaks: The peak FLOP/s and bandwidth of the device. None: device times are 0.
         pieces: True if steps with prompts are captured as piecewise CUDA graphs, which are faster to launch.
     """
@@ -92,15 +90,14 @@ def _token_s(cost: ModelCost, peaks: Peaks) -> float:
 def captured_tokens(cost: ModelCost, peaks: Peaks | None, most: int = MOST) -> int:
     """Return the number of tokens of the largest step with prompts that is captured as CUDA graphs.
 
-    A larger step takes the device at least twice the time that the host needs to launch it without graphs, so a graph
-    would gain nothing. The factor of two is a margin, because the host launches a step during the previous step, which
-    may be short.
+    In larger steps, the device needs more time than the host, so a graph would gain nothing.
 
     Args:
-        cost: The costs of the model.
+        cost: Computes the FLOPs and memory traffic of a step of the model.
         peaks: The peak FLOP/s and bandwidth of the device. None: the result is `most`.
         most: The maximum result.
     """
+    # The factor 2 is a margin: the host launches a step during the previous step, which may be short
     return most if peaks is None else min(2 * int(LAUNCH_LAYER_S * cost.layers / _token_s(cost, peaks)), most)
 
 
@@ -108,12 +105,11 @@ def least_copied(cost: ModelCost, peaks: Peaks | None) -> int | None:
     """Return the minimum number of tokens for which copying keys and values from another block is worthwhile.
 
     Args:
-        cost: The costs of the model.
+        cost: Computes the FLOPs and memory traffic of a step of the model.
         peaks: The peak FLOP/s and bandwidth of the device. None: the result is 1.
 
     Returns:
-        1 if copying a token's keys and values is faster than computing them, else None: nothing is copied. Both times
-        are proportional to the number of tokens.
+        1 if copying a token's keys and values is faster than computing them. Else None: nothing is copied.
     """
     if peaks is None:
         return 1
@@ -127,9 +123,8 @@ def scheduler_config(config: EngineConfig, cost: ModelCost, captured: bool = Tru
 
     Args:
         config: The settings of the engine.
-        cost: The costs of the model.
-        captured: True if a GPU engine captures steps as CUDA graphs. If False, admission is not delayed: without
-            graphs, steps with and without prompts take the host the same time.
+        cost: Computes the FLOPs and memory traffic of a step of the model.
+        captured: True if a GPU engine captures steps as CUDA graphs. False: admission is not delayed.
     """
     device = config.load.device
     seqs = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS[device]

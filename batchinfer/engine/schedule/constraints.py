@@ -42,10 +42,9 @@ class Constraint(Protocol):
         """
 
     def allows(self, token: int) -> bool:
-        """Return True if a token is certainly allowed next. It must be called after all forced tokens were taken.
+        """Return True if a token is certainly allowed next. False: it is forbidden, or only a token mask can tell.
 
-        Any tokenization of a forced text is accepted here, although a mask would allow only one. False means that the
-        token is forbidden or that only a mask can tell.
+        It must be called after all forced tokens were taken.
 
         Args:
             token: The token.

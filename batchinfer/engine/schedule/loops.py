@@ -10,10 +10,8 @@ REPEATS = 4  # repetitions of a cycle that make a loop
 class LoopDetector:
     """Detects that an answer repeats itself.
 
-    A loop is a range of at least n tokens at the end of the answer that repeats a cycle of at most n / 4 tokens. Every
-    n / 2 tokens, the newest n / 2 tokens are searched for a cycle. After a cycle is found, each further token is
-    compared with the token one cycle before. No loop is missed: every loop contains a full search range, and two
-    different cycles of this length cannot both fill it (theorem of Fine and Wilf).
+    A loop is a range of at least n tokens at the end of the answer that repeats a cycle of at most n / 4 tokens. No
+    loop is missed.
     """
 
     __slots__ = ("_begin", "_cycle", "_least", "_longest", "_next_search", "_since")
@@ -25,6 +23,8 @@ class LoopDetector:
             least: The minimum number of tokens of a loop.
             begin: The number of prompt tokens, which come before the answer in the sequence's tokens.
         """
+        # Every n / 2 tokens, the newest n / 2 tokens are searched for a cycle. Every loop contains a full search
+        # range, and two different cycles of at most n / 4 tokens cannot both fill it (theorem of Fine and Wilf).
         self._least, self._begin = max(least, REPEATS), begin
         self._longest = self._least // REPEATS  # maximum length of a cycle, in tokens
         self._cycle = 0  # length of the current cycle; 0: none

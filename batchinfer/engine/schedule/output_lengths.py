@@ -19,14 +19,14 @@ _GOLDEN = 0x9E3779B1  # 2^32 / golden ratio: its multiples modulo 2^32 are sprea
 class OutputLengths:
     """Estimates the final length of each running sequence from the lengths of answers that have ended.
 
-    Answers rarely reach `max_tokens`, so reserving blocks for `max_tokens` would leave much of the KV cache unused.
-    The distribution of answer lengths, relative to `max_tokens`, is estimated with a Kaplan-Meier estimator (1958),
-    which also counts running sequences. Each sequence gets its own quantile of the remaining distribution. Quantiles
-    are spread evenly, so the estimated ends of a batch are distributed like real ones. The estimate of a sequence is
-    stable from step to step.
+    Each running sequence is assumed to end at a different quantile of the distribution of answer lengths. Its estimate
+    is stable from step to step.
     """
 
     def __init__(self) -> None:
+        # A Kaplan-Meier estimator (1958) of answer lengths relative to `max_tokens`, which also counts running
+        # sequences. The quantiles of the sequences are spread evenly, so the estimated ends of a batch are
+        # distributed like real ones.
         self._ended = [0] * BINS
         self._recent: deque[int] = deque()  # bins of the last MEMORY rows that have ended
         # Probability of ending before each bin, in units of 1 / CERTAIN; ascending
@@ -57,8 +57,7 @@ class OutputLengths:
     def expected_length(self, sequence: Sequence) -> int:
         """Return the expected final length of a running sequence in tokens, prompt included.
 
-        If the sequence was preempted, its earlier estimate may have been too low, so it is assumed to be among the
-        longest.
+        A sequence that was preempted is assumed to be among the longest.
         """
         if sequence.exact:
             return sequence.max_length

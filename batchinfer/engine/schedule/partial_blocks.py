@@ -52,8 +52,7 @@ class Copy(NamedTuple):
 class SortedPrompts:
     """Sequences sorted by prompt, to find the sequence with the longest common prefix.
 
-    One of the two neighbours in the order has the longest common prefix with a sequence. Sequences whose content
-    hashes start from different values share no blocks and are kept in separate lists.
+    The sequence with the longest common prefix is a neighbour in this order.
     """
 
     def __init__(self) -> None:
@@ -93,8 +92,8 @@ def _text(sequence: Sequence) -> bytes:
 class PartialBlocks:
     """Finds blocks whose first tokens waiting sequences can copy, and keeps the blocks until the tokens are copied.
 
-    A sequence may have all tokens of some blocks in common with another sequence, and some tokens of the next block.
-    These tokens are called a partial block. Sequences with the same common tokens copy them from the same block.
+    If the common prefix of two sequences ends within a block, its tokens in that block are called a partial block. The
+    later sequence copies their keys and values.
 
     Args:
         tables: The block tables of all sequences.
@@ -129,14 +128,11 @@ class PartialBlocks:
             self._newest, self._newest_ended = sequence, False
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that has ended or was dropped.
-
-        The newest sequence is kept until the next one is inserted, because the next one may have tokens in common with
-        it.
-        """
+        """Remove a sequence that has ended or was dropped."""
         if self._least is None:
             return
         self._wanted.pop(sequence, None)
+        # Kept until the next sequence is inserted, which may have tokens in common with it
         if sequence is self._newest:
             self._newest_ended = True
         else:
@@ -216,11 +212,7 @@ class PartialBlocks:
         self._pool.unpin(self._newly_pinned)
 
     def record_admission(self, sequence: Sequence) -> None:
-        """Record that a sequence was admitted and holds blocks now.
-
-        Other sequences may wait to copy the same partial block. If the block to copy from was evicted, they will copy
-        from this sequence.
-        """
+        """Record that a sequence was admitted and holds blocks now, from which other sequences may copy."""
         if self._least is None:
             return
         wanted = self._wanted.get(sequence)
@@ -236,8 +228,7 @@ class PartialBlocks:
     def copies(self, sequence: Sequence, sources: list[int]) -> Iterator[Copy]:
         """Yield the copies of keys and values for a sequence's partial block.
 
-        The target is the first block that the sequence does not share. If a source slot is itself written by another
-        copy of the step, the copy reads the origin of that slot instead. So the copies can run in any order.
+        They write to the first block that the sequence does not share. The copies of a step can run in any order.
 
         Args:
             sequence: The admitted sequence.
@@ -246,6 +237,8 @@ class PartialBlocks:
         wanted = self._wanted[sequence]
         for group, source in enumerate(sources):
             target = sequence.tables[group][wanted.index]
+            # A source slot that another copy of the step writes is replaced by its origin, so the order does not
+            # matter
             ranges = list(self._ranges(source, wanted.tokens))
             self._copied[target] = ranges
             for origin, first, end in ranges:

@@ -35,8 +35,7 @@ _NONE = np.empty(0, np.int32)
 class PlanWriter:
     """Converts the scheduled steps of an engine to plans, which a runner executes.
 
-    A plan only contains what differs from the previous plan, so a runner must read all plans in order. Each running
-    sequence has a row in the runner's block tables. It keeps the row when other sequences are added or removed.
+    A plan only contains what differs from the previous plan, so a runner must read all plans in order.
 
     Args:
         eos_token_ids: The end-of-sequence tokens of the model.

@@ -134,9 +134,7 @@ class Scheduler:
 
     A step runs the running sequences, oldest first, then admits waiting sequences in order of arrival. A sequence is
     admitted if all running sequences, this one included, are expected to end without a preemption. While a sequence
-    waits, it reserves the prefix blocks that it can share. Prompt blocks can be shared within the step that computes
-    them, because each layer writes all keys and values before attention reads any. If two prompts have only the first
-    tokens of a block in common, these tokens are copied.
+    waits, it reserves the prefix blocks that it can share.
 
     Args:
         config: The limits.
@@ -177,8 +175,8 @@ class Scheduler:
         """Add a new sequence to the end of the queue.
 
         Raises:
-            ValueError: If the sequence needs more blocks than the whole KV cache has. Also if its prompt must run in
-                one step and is longer than a step.
+            ValueError: If the sequence needs more blocks than the whole KV cache has, or if its prompt must run in one
+                step and is longer than a step.
         """
         if self.config.whole_prompts and sequence.prompt_length > self._most_tokens:
             raise ValueError(
@@ -240,8 +238,7 @@ class Scheduler:
     def reserve_steps(self, step: Step, most: int) -> list[int] | None:
         """Extend the newest step to several decode steps that are launched together, and allocate their blocks.
 
-        All steps together run at most `max_num_batched_tokens` tokens, because the number of blocks for sliding
-        windows depends on this limit.
+        All steps together run at most `max_num_batched_tokens` tokens.
 
         Args:
             step: The newest scheduled step, in which each sequence decodes one token.
@@ -249,8 +246,9 @@ class Scheduler:
 
         Returns:
             For each sequence, the number of steps in which it runs a token. None if there are too few blocks, or if no
-            sequence can run more than one step. In this case nothing is changed.
+            sequence can run more than one step; nothing is changed then.
         """
+        # The number of blocks for sliding windows depends on max_num_batched_tokens
         size, most = self.pool.block_size, min(most, self.config.max_num_batched_tokens // len(step.chunks))
         lefts = [s.max_length - 1 - start for s, start, _ in step.chunks]
         runs = [most if left > most else left for left in lefts]

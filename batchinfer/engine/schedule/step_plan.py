@@ -132,9 +132,9 @@ class PenalisedRows:
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     def part(self, first: int, end: int) -> PenalisedRows | None:
-        """Return the entries of the sampled rows [first, end), renumbered from 0, as a micro-batch needs them.
+        """Return the entries of the sampled rows [first, end), as a micro-batch with renumbered rows needs them.
 
-        The result is None if there are none.
+        The result is None if none of these rows has penalties or banned tokens.
         """
         inside = np.flatnonzero((self.rows >= first) & (self.rows < end))
         if not len(inside):
@@ -191,9 +191,9 @@ class ScoredTokens(NamedTuple):
     likeliest: int = 0
 
     def part(self, first: int, end: int) -> ScoredTokens | None:
-        """Return the entries of the sampled rows [first, end), renumbered from 0, as a micro-batch needs them.
+        """Return the entries of the sampled rows [first, end), as a micro-batch with renumbered rows needs them.
 
-        The result is None if there are none.
+        The result is None if these rows have no given tokens.
         """
         low, high = np.searchsorted(self.rows, (first, end))
         return (

@@ -85,9 +85,9 @@ class BiasedTokens(NamedTuple):
         return cls(rows.astype(np.int32), tokens.astype(np.int32), biases.astype(np.float32))
 
     def part(self, first: int, end: int) -> BiasedTokens | None:
-        """Return the entries of the rows [first, end), renumbered from 0, as a micro-batch needs them.
+        """Return the entries of the rows [first, end), as a micro-batch with renumbered rows needs them.
 
-        The result is None if there are none.
+        The result is None if none of these rows has biases.
         """
         inside = slice(*np.searchsorted(self.rows, (first, end)).tolist())
         rows = self.rows[inside] - np.int32(first)
@@ -119,9 +119,9 @@ class AllowedTokens(NamedTuple):
         return cls(rows.astype(np.int32), np.array([token for _, own in entries for token in own], np.int32))
 
     def part(self, first: int, end: int) -> AllowedTokens | None:
-        """Return the entries of the rows [first, end), renumbered from 0, as a micro-batch needs them.
+        """Return the entries of the rows [first, end), as a micro-batch with renumbered rows needs them.
 
-        The result is None if there are none.
+        The result is None if none of these rows has entries.
         """
         inside = slice(*np.searchsorted(self.rows, (first, end)).tolist())
         rows = self.rows[inside] - np.int32(first)

@@ -67,10 +67,8 @@ class HostBatch:
 
     @property
     def table_rows(self) -> Longs:
-        """The row of each sequence in the arrays of block tables, [S].
-
-        Steps that run the same sequences have the same array object, so it can be compared by identity.
-        """
+        """The row of each sequence in the arrays of block tables, [S]."""
+        # Steps that run the same sequences have the same array object, so it can be compared by identity
         return self.tables[0].rows
 
     @property

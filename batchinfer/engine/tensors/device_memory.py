@@ -16,15 +16,13 @@ from batchinfer.models.spec.spec import Caches, CacheSpec
 
 @contextmanager
 def out_of_memory_errors() -> Iterator[None]:
-    """Return a context that converts all errors about exhausted device memory to torch.OutOfMemoryError.
-
-    The driver, Triton and CUDA libraries raise other types of errors. If a CUDA graph is being captured, the error
-    about memory may only be the cause of another error.
-    """
+    """Return a context that converts all errors about exhausted device memory to torch.OutOfMemoryError."""
     try:
         yield
     except torch.OutOfMemoryError:
         raise
+    # The driver, Triton and CUDA libraries raise other types. During a capture, the error may be only the
+    # cause of another
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

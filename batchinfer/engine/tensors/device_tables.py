@@ -17,11 +17,7 @@ from batchinfer_kernels.step_tables import StepTables
 
 
 class DeviceTables:
-    """A copy, on the device, of the block tables of all running sequences. Changed entries are sent before each step.
-
-    The tables of a step are gathered on the device, so the work of the host does not grow with the lengths of
-    contexts.
-    """
+    """The block tables of all running sequences on the device. Changed entries are sent before each step."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []  # per cache group

@@ -14,7 +14,7 @@ from batchinfer.engine.tensors.device_memory import out_of_memory_errors
 class SlotStates:
     """A hidden state for each slot of the KV cache, which draft heads read.
 
-    Hidden states have the block numbers of keys and values, so they are shared, copied and freed together with them.
+    The hidden state of a token has the same block and slot as the token's keys and values.
 
     Attributes:
         block_size: The number of tokens per block.

@@ -18,12 +18,11 @@ from batchinfer_kernels.draft_tree import TreeMask
 class StepState:
     """Converts step plans to the complete inputs of steps.
 
-    A plan omits what has not changed since the previous plan. So this object stores the sequences, block tables and
-    sampling parameters of the newest plan.
+    A plan omits what has not changed since the previous plan, so this object stores the state after the newest plan.
 
     Attributes:
-        first_block: The number of the first KV cache block that the engine uses. Plans count blocks from 0, so it is
-            added. The blocks before it belong to other engines.
+        first_block: The number of the first KV cache block that the engine uses. It is added to the block numbers of
+            plans, which begin at 0.
         tables: The block tables of the running sequences.
         adapters: Assigns LoRA adapters to slots on the device.
     """
