@@ -61,8 +61,12 @@ class Splits:
     def items(self) -> Tensor:
         """Return the work items (m, 4) int32 on the device.
 
-        The fields are: row (-1 for padding), the item's first key, its number of keys, and the index of the partial
-        result of the row's first query. Keys count from the row's first own key, see `first_own_key`.
+        The columns are:
+
+        - row of decode attention; -1 for padding
+        - first key, counted from the row's first own key (`first_own_key`)
+        - number of keys
+        - index of the partial result of the row's first query
         """
         return self.array.tensor[: COLUMNS * self.count].view(self.count, COLUMNS)
 

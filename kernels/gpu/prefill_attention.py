@@ -150,8 +150,13 @@ def prefill_items(
 ) -> NDArray[np.int32]:
     """Cut the queries of all sequences into work items of prefill attention: (n, 5) int32, the largest first.
 
-    The fields of an item are: sequence, first row of q, number of rows, position of the first row in the sequence, and
-    end of the keys that the rows see. Items are made once per step for all layers.
+    The columns are:
+
+    - index of the sequence
+    - first row of q
+    - number of rows
+    - position of the first row in the sequence
+    - end of the keys that the rows see, exclusive
 
     Args:
         query_lens: number of queries of each sequence.

@@ -46,9 +46,14 @@ class Prefixes:
     def items(self) -> Tensor:
         """Return the work items (m, 6) int32 on the device.
 
-        The fields are: index in `members` of the item's first row, number of rows (0 for padding), one of the sequences
-        with the keys, first key, end of the keys, and the index of the item's partial result among the results of each
-        row.
+        The columns are:
+
+        - index in `members` of the item's first query
+        - number of queries; 0 for padding
+        - index of a sequence that has the shared keys
+        - first key
+        - end of the keys, exclusive
+        - index of the item's partial result among the results of each query
         """
         return self.held["items"].tensor
 
