@@ -86,7 +86,7 @@ class MarkedWeights(Weights):
         self._weights, self._spec = weights, spec
 
     def tables(self) -> Tables:
-        """Return the weights outside of layers, such as embedding and head, unchanged."""
+        """Return the weights outside of layers, such as the embedding, unchanged."""
         return self._weights.tables()
 
     def layer(self, index: int) -> LayerWeights:

@@ -60,7 +60,7 @@ class FactorFiles:
 class AdaptedWeights(Weights):
     """A source of a model's weights that adds the A and B of LoRA adapters. It must be used in a `with` block.
 
-    If the model is sharded, a rank gets only the rows of B and the columns of A that its shard needs.
+    If the model is sharded, it adds only the columns of A and the rows of B that the shard needs.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class AdaptedWeights(Weights):
         self._files.__exit__(*details)
 
     def tables(self) -> Tables:
-        """Return the weights outside of layers, such as embedding and head, which adapters do not change."""
+        """Return the weights outside of layers, such as the embedding, which adapters do not change."""
         return self._weights.tables()
 
     def layer(self, index: int) -> LayerWeights:

@@ -24,7 +24,7 @@ class MergedWeights(Weights):
         self._weights, self._spec, self._adapter = weights, spec, adapter
 
     def tables(self) -> Tables:
-        """Return the weights outside of layers, such as embedding and head, which the adapter does not change."""
+        """Return the weights outside of layers, such as the embedding, which the adapter does not change."""
         return self._weights.tables()
 
     def layer(self, index: int) -> LayerWeights:

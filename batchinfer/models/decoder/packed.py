@@ -22,12 +22,12 @@ class Classifier:
     """A classification head, which computes a logit per label from the pooled hidden states of a text, in float32."""
 
     def __init__(self, ops: Ops, spec: ClassifierSpec, weights: Mapping[str, Tensor]) -> None:
-        """Pack the weights of the head.
+        """Pack the weights of a classification head.
 
         Args:
             ops: The operators.
-            spec: The classification head.
-            weights: The weights (out, in), biases and norms of the head, by parameter name.
+            spec: The spec of the classification head.
+            weights: Its weights (out, in), biases and norms, by parameter name.
         """
         self._ops, self._spec = ops, spec
         found = {name: tensor.float() for name, tensor in weights.items()}

@@ -19,7 +19,7 @@ def classifier(fields: Fields, after_dense: HeadActivation) -> ClassifierSpec | 
 
     Args:
         fields: The fields of config.json.
-        after_dense: The activation between the head's two linear layers.
+        after_dense: The activation between the classification head's two linear layers.
     """
     return ClassifierSpec(_labels(fields), after_dense) if _classifies(fields.raw) else None
 
@@ -29,7 +29,7 @@ def normed_classifier(fields: Fields, norm: NormSpec) -> ClassifierSpec | None:
 
     Args:
         fields: The fields of config.json.
-        norm: The norm between the head's two linear layers.
+        norm: The norm between the classification head's two linear layers.
     """
     if not _classifies(fields.raw):
         return None

@@ -421,7 +421,7 @@ def model(
         family: The model_type.
         files: The configuration.
         layers: The layers.
-        norm: The final norm. None: an RMSNorm.
+        norm: The final norm. None: an RMSNorm with `rms_norm_eps`.
         absent_eos: The default EOS ids.
         absent_tied: The default of tie_word_embeddings.
         special: Further fields of ModelSpec.

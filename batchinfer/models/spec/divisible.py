@@ -18,9 +18,9 @@ _MULTIPLIED = ("silu", "gelu", "gelu_tanh")
 
 
 def norm_readers(layer: LayerSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the name of each norm whose outputs only matrix products read, and the names of these products.
+    """Yield (norm, matrix products), by name, for each norm whose outputs only these matrix products of the layer read.
 
-    Factors can be moved from the weight of such a norm to the weights of the products.
+    Calibration can divide the norm's weight by factors, and multiply the products' weights by them.
 
     Args:
         layer: The layer.

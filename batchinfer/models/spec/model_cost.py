@@ -57,7 +57,7 @@ from batchinfer_kernels.cost import (
 def loaded_bytes(spec: ModelSpec, parameters: int, itemsize: int) -> int:
     """Return the bytes of a model's loaded weights.
 
-    A head that is tied to the embedding counts once, unless it is a quantised copy.
+    An output layer (lm_head) that is tied to the embedding takes no bytes, unless it is a quantised copy.
 
     Args:
         spec: The model.
@@ -81,8 +81,8 @@ def model_cost(
     Args:
         spec: The model.
         itemsize: Bytes of an activation, and of weights and cached values that are not quantised.
-        device: The device whose operators run. A GPU does not quantise activations for int4 weights.
-        deterministic: If False, a GPU may compute K and V of prompts from latents.
+        device: The device whose operators run.
+        deterministic: True if the run is deterministic. Then a GPU does not use some faster operators.
     """
     summed: dict[str, OperatorCost] = {}
     for layer, times in Counter(spec.layers).items():

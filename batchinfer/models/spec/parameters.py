@@ -47,7 +47,10 @@ def norm_parameters(name: str, norm: NormSpec) -> dict[str, Shape]:
 
 
 def table_parameters(spec: ModelSpec) -> dict[str, Shape]:
-    """Return the shape of each parameter outside of layers, such as the embedding, by name. A tied head is left out."""
+    """Return the shape of each parameter outside of layers, such as the embedding, by name.
+
+    An output layer (lm_head) that is tied to the embedding is left out.
+    """
     table: Shape = (spec.rows, spec.hidden)
     tables = {EMBEDDING: table} if spec.begins else {}
     if spec.ends and not (spec.begins and spec.tied):
@@ -80,7 +83,7 @@ def _classifier_tables(classifier: ClassifierSpec, hidden: int) -> dict[str, Sha
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Return the number of values in all parameters of a model. A head that is tied to the embedding is not counted."""
+    """Return the number of values in all parameters of a model. A tied output layer (lm_head) is not counted."""
     shapes = [*table_parameters(spec).values()]
     for layer in spec.layers:
         shapes += layer_parameters(layer).values()
@@ -90,14 +93,14 @@ def parameter_count(spec: ModelSpec) -> int:
 def fused_parameters(
     layer: LayerSpec, joined: Callable[[Sequence[str]], Joined]
 ) -> Iterator[tuple[str, Joined]]:
-    """Yield the tensors of a layer that operators read, by name, such as "qkv", "qkv.bias" and "input_norm".
+    """Yield (name, tensor) for the tensors of a layer that operators read, such as "qkv", "qkv.bias" and "input_norm".
 
-    The parameters of a linear layer, such as q, k and v, are concatenated. Norms and vectors stay separate. Weights
-    that stay quantised as stored are left out.
+    Parameters of a matrix product, such as q, k and v, are concatenated. Weights that the checkpoint stores quantised
+    are left out.
 
     Args:
         layer: The layer.
-        joined: Returns the concatenated tensors of some parameters, given their names.
+        joined: Returns the concatenation of parameters, given their names.
     """
     for name, norm in layer.norms.items():
         for parameter in norm_parameters(name, norm):

@@ -91,7 +91,7 @@ def parse_rope(
         raw: The content of config.json.
         max_positions: The maximum length of a sequence in tokens.
         mistakes: Receives an error message for each invalid value.
-        partial: If False, a `partial_rotary_factor` other than 1 is not supported.
+        partial: If False, a `partial_rotary_factor` other than 1 is an invalid value.
         absent_theta: The default of `rope_theta`.
     """
     source = _stated(raw)

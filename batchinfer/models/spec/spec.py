@@ -227,7 +227,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRules:
-    """The kind of a layer's attention, by which its kernels are chosen: mask, rules of scores, and dtype of the cache.
+    """The properties of a layer's attention by which its kernels are chosen.
 
     Args:
         window: The number of keys that a query attends to, its own included. None: all.
@@ -287,7 +287,7 @@ class AttentionSpec:
 
     @property
     def rules(self) -> AttentionRules:
-        """Return the properties of this attention by which kernels are chosen: mask, rules of scores, cache dtype."""
+        """Return the properties of this attention by which its kernels are chosen."""
         return AttentionRules(self.window, self.soft_cap, self.sinks, self.cache_dtype)
 
     @property
@@ -302,7 +302,7 @@ class AttentionSpec:
 
     @property
     def norms_heads(self) -> bool:
-        """Return True if an RMSNorm per head norms q and k. The operator of the rotation then computes it, too."""
+        """Return True if each head of q and k is normed by an RMSNorm, which the operator of the rotation computes."""
         norm = self.q_norm
         return norm is not None and norm.shape == (self.head_dim,) and norm.kind == "rms"
 
@@ -376,10 +376,7 @@ class LatentAttentionSpec:
 
     @property
     def group(self) -> int:
-        """Return the number of query heads per KV head.
-
-        The cache has one head, so it is the number of all query heads.
-        """
+        """Return the number of query heads per KV head. As there is one KV head, it is the number of query heads."""
         return self.q_heads
 
     @property
@@ -540,7 +537,7 @@ class ExpertsSpec:
 
     @property
     def vectors(self) -> dict[str, int]:
-        """Return name and length of the parameters that are vectors: "correction" of the router, if routing uses it."""
+        """Return the length of each parameter that is a vector, by name: the router's "correction", if it has one."""
         return {"correction": self.routing.experts} if self.routing.corrected else {}
 
 
@@ -619,7 +616,7 @@ class LayerSpec:
 
     @property
     def vectors(self) -> dict[str, int]:
-        """Return name and length of the vectors among the parameters, such as attention sinks. They are float32."""
+        """Return the length of each parameter that is a float32 vector, by name, such as attention sinks."""
         attention = self.attention
         of_experts = self.feed_forward.vectors if isinstance(self.feed_forward, ExpertsSpec) else {}
         if isinstance(attention, AttentionSpec) and attention.sinks:
@@ -660,17 +657,16 @@ class ClassifierSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """The properties of an encoder, in which tokens also attend to later tokens, and which generates no tokens.
+    """The properties of an encoder, which generates no tokens. Its tokens also attend to later tokens.
 
-    An encoder has no head for logits of tokens, but may have a `classifier`. A sliding window extends to both sides: a
-    query attends to keys at a distance of less than the window.
+    A sliding window extends to both sides: a query attends to keys at a distance of less than the window.
 
     Args:
         embedding_norm: The norm of the sum of the embeddings of token, position and type.
         token_types: The number of token types. 0: there is no embedding of token types.
         first_position: The row of the table of learned positions that belongs to the first token.
-        distance_buckets: If not 0, each head adds a learned number to scores, which depends on the distance of query
-            and key (MPNet; see models/decoder/positions.py).
+        distance_buckets: The number of learned biases of attention scores, one per range of distances between query and
+            key (MPNet). 0: there is no such bias.
         classifier: The classification head. None: there is none.
     """
 
@@ -683,7 +679,7 @@ class EncoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The structure and sizes of a model: a decoder (embedding, layers, norm and head), an encoder, or a shard.
+    """The structure and sizes of a model, which is a decoder or an encoder, or of a rank's shard of a model.
 
     Args:
         family: The `model_type` of its family.
@@ -691,7 +687,8 @@ class ModelSpec:
         vocab: The number of tokens in the vocabulary.
         layers: The layers.
         final_norm: The norm after the last layer. None: there is none.
-        tied: If True, the head uses the weight of the embedding, unless the checkpoint stores a different head.
+        tied: If True, the output layer (lm_head) uses the weight of the embedding, unless the checkpoint stores a
+            different one.
         max_positions: The maximum length of a sequence in tokens.
         eos_token_ids: The tokens that end a sequence.
         bos_token_id: The token at the start of a sequence. None: config.json does not state it.
@@ -701,10 +698,11 @@ class ModelSpec:
         logit_cap: If set, logits become logit_cap * tanh(logit / logit_cap).
         learned_positions: If True, a learned embedding of the position is added to the embedding of a token.
         encoder: The properties of an encoder. None: the model is a decoder.
-        head_form: The form of the head if it is quantised. None: it is in the dtype of the run.
+        head_form: The form of the output layer if it is quantised. None: it is in the dtype of the run.
         begins: True if this shard has the embedding.
-        ends: True if this shard has the final norm and the head.
-        tokens: The range of token ids whose rows of embedding and head this shard has, (first, end). None: all.
+        ends: True if this shard has the final norm and the output layer.
+        tokens: The range of token ids whose rows of the embedding and the output layer this shard has, (first, end).
+            None: all.
     """
 
     family: str
@@ -729,12 +727,12 @@ class ModelSpec:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows of embedding and head: the vocabulary, or the shard's part of it."""
+        """Return the number of rows of embedding and output layer: the vocabulary, or the shard's part of it."""
         return self.vocab if self.tokens is None else self.tokens[1] - self.tokens[0]
 
     @property
     def has_head(self) -> bool:
-        """Return True if the model computes logits of tokens. A shard only does so if it has the head."""
+        """Return True if the model computes logits of tokens: it is a decoder, and has the output layer."""
         return self.causal and self.ends
 
     @property
