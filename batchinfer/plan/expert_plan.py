@@ -33,7 +33,7 @@ class ExpertPlan:
     rank divided by the mean load of all ranks.
 
     Attributes:
-        ranks: Number of ranks that share the experts.
+        ranks: Number of ranks among which the experts are divided.
         why: The reason for the placement, for people.
         placement: The experts of each rank. None: each rank has a contiguous range of experts.
         in_ranges: Imbalance if each rank has a contiguous range of experts. None if no run has measured loads.

@@ -135,8 +135,7 @@ def notify_plan(run: OpenRun, plan: Plan, forecast: RunForecast) -> None:
 def revised_forecast(run: OpenRun, forecast: RunForecast, began: float | None = None) -> RevisedForecast:
     """Return an object that makes a new forecast from the first answers of a run.
 
-    It makes none if the forecast of the plan does not need a revision: it exists and does not assume max_tokens for
-    every answer.
+    The object makes none if the plan's forecast exists and does not assume max_tokens for every answer.
 
     Args:
         run: The run, with its job, options, state folder and report.

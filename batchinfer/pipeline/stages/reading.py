@@ -96,7 +96,7 @@ def read_input(
 def complete(run: OpenRun, index: Index) -> Index:
     """Check the index of the whole input, and delete temporary files of other inputs.
 
-    The locations of the model and of the stored answers are recorded next to the index.
+    The paths of the model and of the store of answers are recorded in the folder of the index.
 
     Args:
         run: The run, with its job, options, state folder and report.

@@ -38,7 +38,7 @@ class LayoutForecast:
     Attributes:
         tensor: Tensor-parallel size.
         stages: Pipeline-parallel size.
-        experts: Number of ranks that share whole experts.
+        experts: Expert-parallel size: the number of ranks among which whole experts are divided.
         engines: Number of engines.
         seconds: Engine time. None if the layout is refused or the peaks are unknown.
         simulated: Whether `seconds` was simulated. Otherwise it was estimated.
@@ -46,7 +46,7 @@ class LayoutForecast:
         weight_bytes: Bytes of weights on the device with the largest shard.
         kv_bytes: Bytes of the KV cache on the device with the largest KV cache.
         refused: Why the layout does not fit into memory or is impossible. None if it is possible.
-        not_run: Why no engine supports the layout yet. None if one does.
+        not_run: Why engines do not support the layout yet. None if they do.
         chosen: Whether it is the fastest layout that can run.
         imbalance: Load of the most loaded rank of experts divided by the mean load. None if experts are not sharded or
             it is unknown.

@@ -169,8 +169,8 @@ def cluster_engines(
 ) -> ClusterEngines:
     """Connect to the Ray cluster of a job, and choose the nodes on which its engines will run.
 
-    Nodes with other software versions are left out. Unless the job allows it, all nodes are of one machine class: the
-    class with room for the most engines.
+    Nodes with other software versions are left out. Unless the job allows several machine classes, all nodes are of one
+    class: the one with room for the most engines.
 
     Args:
         job: A job with `ray.address`.
