@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -80,6 +79,7 @@ def _of_prompts(model: Path, prompts: Path, scratch: Path, overrides: Overrides)
 
 def _quantize(job: Job, output: Path | None, group: int, again: bool, quiet: bool, as_json: bool) -> None:
     from batchinfer.pipeline.calibration.calibration import Listener, loss_text
+    from batchinfer.plan.setup.weights import record_of
     from batchinfer.report.progress import Progress
     from batchinfer.verbs.quantize import export_job_model, quantize_job
 
@@ -91,7 +91,7 @@ def _quantize(job: Job, output: Path | None, group: int, again: bool, quiet: boo
         else:
             found = export_job_model(job, output, group, listener)
     if as_json:
-        loss = None if found.loss is None else asdict(found.loss)
+        loss = record_of(found.loss)["loss"]
         say_json({"exit_code": 0, "folder": str(found.folder), "made": found.made, "loss": loss})
     elif not quiet:
         lost = "no row was held out" if found.loss is None else loss_text(found.loss)

@@ -4,6 +4,7 @@
     ├── UsageError                  2  the command line
     ├── InputCorrupt               65  an input file is damaged, or changed while it was read
     ├── ErrorBudgetExceeded        65  more error rows than `on_error.max_error_rate` allows
+    ├── QualityTooLow              65  quantisation changes predictions beyond `engine.quality_limits`
     ├── InputMissing               66  the job file, an input file or a model does not exist
     │   └── TooFewRows             66  the input has no rows, or fewer than `input.min_rows`
     ├── Unavailable                69  the device, the store or a hub cannot be reached
@@ -58,6 +59,13 @@ class ErrorBudgetExceeded(BatchInferError):
 
     exit_code = 65
     status = "over budget"
+
+
+class QualityTooLow(BatchInferError):
+    """Quantisation changes the model's predictions beyond `engine.quality_limits`. No row was computed."""
+
+    exit_code = 65
+    status = "quality too low"
 
 
 class InputMissing(BatchInferError):

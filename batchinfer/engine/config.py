@@ -9,6 +9,7 @@ from pathlib import Path
 
 from batchinfer.core.request import TokenIds
 from batchinfer.core.samples import DraftName
+from batchinfer.core.sampling import Pooling
 from batchinfer.engine.ranks.division import UNDIVIDED, Division
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
 from batchinfer_kernels.arithmetic import Device, Dtype, KvCacheDtype, Quantization
@@ -209,3 +210,18 @@ class CalibrationOrder:
     folder: Path
     group: int
     adapted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QualityOrder:
+    """The input of a measurement of how much quantisation changes a model's predictions.
+
+    Attributes:
+        load: The settings for loading the quantised model.
+        prompts: Prompts of the job, at least one.
+        pooling: The pooling of hidden states, for a model that computes vectors. None: the model predicts tokens.
+    """
+
+    load: LoadConfig
+    prompts: tuple[TokenIds, ...]
+    pooling: Pooling | None = None

@@ -11,6 +11,8 @@
         kept/                       the kept index: prepared rows of the last run, without their tokens
         int4/<digest>/              the model's weights in int4, calibrated for the job, and the loss of accuracy; a
                                     complete folder is renamed to this name
+        quality.json                how much quantised weights change predictions, as measured, by a digest of weights,
+                                    quantisation and prompt
         result_files.json           the result that was published last, with fingerprints of its files
         written.json                the files that the job wrote elsewhere, with their digests
         lock                        locked with flock; has the pid of the run that holds it
@@ -97,6 +99,7 @@ class StateFolder:
         self.fingerprints = self.job / "fingerprints.json"
         self.kept = self.job / "kept"
         self.int4 = self.job / "int4"
+        self.quality = self.job / "quality.json"
         self.result_files = self.job / "result_files.json"
         self.written = self.job / "written.json"
         self._marker = self.job / "state.json"

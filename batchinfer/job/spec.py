@@ -263,6 +263,28 @@ class OutputSection(Section):
     rows_per_file: Whole = Field(default=100_000, description="Rows per result file.")
 
 
+class QualityLimits(Section):
+    """Limits on how much quantisation may change the predictions of the model."""
+
+    kl: float | None = Field(
+        default=None,
+        gt=0,
+        description="Maximum KL divergence of the next token from unquantised weights, in nats, on average.",
+    )
+    top1: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Minimum share of positions at which the most likely token stays the same.",
+    )
+    cosine: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Minimum cosine similarity to the vectors of unquantised weights, for `embed` and `rerank`.",
+    )
+
+
 class EngineSection(Section):
     """The settings of the engine. None of them changes prompts or sampling parameters."""
 
@@ -317,6 +339,18 @@ class EngineSection(Section):
         default=False,
         description="Whether answers are [the same to the bit](engine.md#deterministic) whatever other rows run. A "
         "little slower. Not available in `float16` on a CPU.",
+    )
+    quality_rows: Annotated[int, Field(ge=0, le=1024)] = Field(
+        default=32,
+        description="Number of the first rows on whose prompts a run [measures how much quantisation changes the "
+        "model's predictions](models.md#measured-quality), before it computes answers. 0: it is not measured.",
+    )
+    quality_limits: Annotated[QualityLimits | None, ValidValues("limits, as in {kl: 0.05, top1: 0.9}")] = (
+        Field(
+            default=None,
+            description="Limits for this measurement: `{kl: 0.05, top1: 0.9}`, or `{cosine: 0.99}` for vectors. Beyond "
+            "them, the run ends before it computes answers (exit code 65).",
+        )
     )
 
 

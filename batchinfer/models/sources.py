@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -157,9 +158,9 @@ class ModelSource:
         room = None if self.adapter_slots is None else AdapterRoom(self.adapter_slots, arithmetic.device)
         # If not all adapters fit the device, they stay in host memory until they are needed
         kept = (arithmetic.dtype, arithmetic.device if room is None else torch.device("cpu"))
-        rounded = any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
+        rounded = self._is_rounded
         with self.weights(*place) as own:
-            stored = own if self.merged is None else MergedWeights(own, self.spec, self.merged)
+            stored = self._merge_adapter(own)
             with AdaptedWeights(stored, self.spec, adapters, *kept, self._part, self.folder) as adapted:
                 watched = WatchedWeights(SmoothedWeights(adapted, self.spec, self.ranks.experts), self.spec)
                 # Searching for outliers takes time, which only runs with quantised weights need
@@ -171,6 +172,21 @@ class ModelSource:
         if warning is not None:
             _log.warning("%s", warning)
         return partial(Decoder, packed)
+
+    @contextmanager
+    def open_layers(self, arithmetic: Arithmetic) -> Iterator[Weights]:
+        """Open the weights as the engine packs them, without adapters that only some rows use."""
+        with self.weights(arithmetic.dtype, arithmetic.device) as own:
+            stored = self._merge_adapter(own)
+            yield SmoothedWeights(stored, self.spec, self.ranks.experts) if self._is_rounded else stored
+
+    def _merge_adapter(self, own: Weights) -> Weights:
+        return own if self.merged is None else MergedWeights(own, self.spec, self.merged)
+
+    @property
+    def _is_rounded(self) -> bool:
+        """Return True if loading quantises any weight to int8 or int4."""
+        return any(form.codes != "fp8" and not form.stored for form in self.spec.forms)
 
     @property
     def _part(self) -> PartOfLayers | None:

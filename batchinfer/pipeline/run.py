@@ -14,7 +14,7 @@ from batchinfer.pipeline.options import RunOptions
 from batchinfer.pipeline.report import Outcome
 from batchinfer.pipeline.stages.answering import answer
 from batchinfer.pipeline.stages.answering_in_waves import answer_in_waves
-from batchinfer.pipeline.stages.calibrating import calibrate_weights
+from batchinfer.pipeline.stages.calibrating import calibrate_weights, check_quality
 from batchinfer.pipeline.stages.drafting import prepare_drafts
 from batchinfer.pipeline.stages.earlier_result import earlier_result
 from batchinfer.pipeline.stages.planning import plan_run
@@ -57,8 +57,6 @@ def run_job(
     """
     with open_run(job, options, progress, interrupts, notice) as run, report_run(run), run.launch:
         _prepare(run)
-        for warning in run.setup.warnings:
-            notice(warning)
         run = calibrate_weights(run)
         context = work_context(run.setup, run.state, remember=True)
         earlier = earlier_result(run, context)
@@ -96,6 +94,7 @@ def _answer(run: OpenRun, index: Index, store: CompletionStore) -> Sequence[Path
     with plan_run(run, index, store) as work:
         if work.plan.to_run:
             failed = refuse_stored_errors(run, index, store.parts())
+            check_quality(run, work.forecast_s)
             answer(run, work, index, store, prepare_drafts(run, work.plan, index, store), failed)
         else:
             with run.report.timed("close_s"):

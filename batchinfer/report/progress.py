@@ -22,6 +22,7 @@ Phase = Literal[
     "listing",
     "downloading",
     "calibrating",
+    "measuring quality",
     "reading",
     "planning",
     "waiting",
@@ -126,7 +127,7 @@ class _Work:
     @property
     def in_layers(self) -> bool:
         # One layer may take longer than the window of the rate
-        return self.phase == "calibrating"
+        return self.phase in ("calibrating", "measuring quality")
 
     @property
     def unit(self) -> str:

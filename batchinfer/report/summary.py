@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
+from batchinfer.core.statistics.quality import Quality
 from batchinfer.core.wording import UNKNOWN, about, count, counted, percent, seconds, short, size
 from batchinfer.machine.hardware import arithmetic_text
 from batchinfer.report.answer_text import answers_line
@@ -47,7 +48,7 @@ def summary(
         ("speed", _speed(row)),
         ("latency", _latency(row)),
         ("limit", _limit(row)),
-        ("int4", _int4(row)),
+        ("quality", _quality(row)),
         ("busy", _busy(row)),
         ("lost", _lost(row)),
         ("launched", _launched(row)),
@@ -176,12 +177,12 @@ def _arithmetic(row: Row) -> str:
     return arithmetic_text(row["dtype"] or UNKNOWN, *coded, row["deterministic"])
 
 
-def _int4(row: Row) -> str:
-    """Return text with the loss of calibrated int4 weights."""
-    if row["int4_kl"] is None:
+def _quality(row: Row) -> str:
+    """Return a phrase about the measured quality of quantised weights, or an empty string without one."""
+    if row["quality_positions"] is None:
         return ""
-    same = f"same most likely token at {row['int4_same_token']:.2%} of {count(row['int4_tokens'])} held out"
-    return f"KL from unquantised weights {row['int4_kl']:.1e} nats a token, {same}"
+    found = Quality(row["quality_kl"], row["quality_top1"], row["quality_positions"], row["quality_cosine"])
+    return str(found)
 
 
 def _busy(row: Row) -> str:

@@ -9,11 +9,11 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchinfer.core.statistics.quality import Quality
 from batchinfer.filesystem.durable import TEMPORARY, FileOps, refuse_existing, storage
 from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.job import Job
 from batchinfer.machine.facts import this_machine
-from batchinfer.models.calibration.work import Loss
 from batchinfer.pipeline.calibration.calibration import Listener, calibrated_setup, write_calibrated
 from batchinfer.plan.setup.input_check import check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup
@@ -31,7 +31,7 @@ class QuantizedModel:
     """
 
     folder: Path
-    loss: Loss | None
+    loss: Quality | None
     made: bool
 
 

@@ -31,7 +31,6 @@ def validate_job(job: Job) -> list[str]:
         f"model: {checkpoint.spec.family}, {size(checkpoint.weight_bytes)} of weights, "
         f"to be run in {numerics.text} on {numerics.device}, up to {numerics.max_model_len} tokens a row",
         *checkpoint.notices,
-        *setup.warnings,
         *_adapters(job),
         f"tokenizer: {tokenizer.vocab_size} tokens, "
         + ("with a chat template" if tokenizer.chat_template else "without a chat template"),

@@ -249,7 +249,7 @@ def test_adapters_fit_the_channels_that_a_calibration_has_changed(
     exact, coded = (job(tmp_path / name, model, models, rows, **sections) for name in ("exact", "int4"))
     int4 = ("model.quantization", "int4")
     assert run(exact, REAL, FLOAT32).exit_code == 0
-    assert run(coded, REAL, FLOAT32, int4).row["int4_tokens"] > 0
+    assert run(coded, REAL, FLOAT32, int4).row["quality_positions"] > 0
     near = distance(exact, coded)
     (factors,) = (coded.parent / "out").rglob(FILE)
     assert {name.rpartition(".")[2] for name in load_file(factors)} == {"inputs", "outputs"}

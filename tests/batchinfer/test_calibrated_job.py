@@ -56,7 +56,7 @@ def test_the_first_run_calibrates_and_later_ones_reuse(
 ) -> None:
     job = write_job(tmp_path, model, ROWS, **PLAIN)
     off = run(job, RunOptions(limit=2), *INT4, ("model.calibration", "off"))
-    assert (off.row["int4_kl"], off.row["calibration_s"]) == (None, None)
+    assert (off.row["quality_kl"], off.row["calibration_s"]) == (None, None)
     assert not weights(job)
     with monkeypatch.context() as patch:
         patch.setattr(calibration, "calibrate_in_child", die_halfway)
@@ -65,15 +65,15 @@ def test_the_first_run_calibrates_and_later_ones_reuse(
     first = run(job, RunOptions(limit=3), *INT4)  # a trial has the weights of the whole job
     assert (first.exit_code, first.row["computed_requests"]) == (0, 3), "without calibration it is other work"
     assert first.row["calibration_s"] > 0
-    assert 0 < first.row["int4_kl"] < 5
-    assert 0 <= first.row["int4_same_token"] <= 1
-    assert first.row["int4_tokens"] > 20
+    assert 0 < first.row["quality_kl"] < 5
+    assert 0 <= first.row["quality_top1"] <= 1
+    assert first.row["quality_positions"] > 20
     kept = weights(job)
     assert len(kept) > 5
     assert not any("making" in path or "left" in path for path in kept)
     whole = run(job, RunOptions(), *INT4)
     assert (whole.row["calibration_s"], whole.row["reused_requests"]) == (None, 3)
-    assert whole.row["int4_kl"] == first.row["int4_kl"]
+    assert whole.row["quality_kl"] == first.row["quality_kl"]
     forecast = forecast_job(load_job(job, INT4), lambda _: None, lambda _: None)
     assert (forecast.plan.to_run, forecast.plan.present) == (0, len(ROWS))
     with (tmp_path / "in.jsonl").open("a") as file:  # other prompts
@@ -167,15 +167,15 @@ def test_an_exported_model_is_an_ordinary_checkpoint(model: Path, tmp_path: Path
     answers = [row["generated_text"] for row in table(file)]
     other = run(file, RunOptions(replace=True), *INT4, ("model.path", str(found.folder)))
     assert [row["generated_text"] for row in table(file)] == answers
-    assert calibrated.row["int4_kl"] == pytest.approx(found.loss.kl if found.loss else None, rel=1e-6)
-    assert other.row["int4_kl"] is None
+    assert calibrated.row["quality_kl"] == pytest.approx(found.loss.kl if found.loss else None, rel=1e-6)
+    assert other.row["quality_kl"] is None
 
 
 def test_models_that_cannot_be_calibrated(model: Path, tmp_path: Path) -> None:
     make_published(tmp_path / "packed", tmp_path / "plain", "w4a16")
     make_tokenizer(tmp_path / "packed")
     job = write_job(tmp_path, tmp_path / "packed", ROWS, **PLAIN)
-    assert run(job, RunOptions(), *INT4).row["int4_kl"] is None
+    assert run(job, RunOptions(), *INT4).row["quality_kl"] is None
     with pytest.raises(JobFileError, match="cannot be calibrated: wanted a decoder"):
         quantize_job(load_job(job, ()), False, SILENT)
 
@@ -187,14 +187,14 @@ def test_a_job_without_texts_and_one_of_a_query_calibrate_too(model: Path, tmp_p
     job = write_job(tmp_path, model, task="embed", prompt=PLAIN["prompt"], sampling=None, **query)
     done = run(job, RunOptions(), *INT4)
     assert done.exit_code == 0
-    assert done.row["int4_tokens"] == len(ROWS) // 3
+    assert done.row["quality_positions"] == len(ROWS) // 3
 
 
 def test_rows_that_are_all_errors_calibrate_nothing(model: Path, tmp_path: Path) -> None:
     rows = ["{not json", {"text": None}]
     job = write_job(tmp_path, model, rows, on_error={"max_error_rate": 1.0}, **PLAIN)
     done = run(job, RunOptions(), *INT4)
-    assert (done.exit_code, done.row["int4_kl"]) == (0, None)
+    assert (done.exit_code, done.row["quality_kl"]) == (0, None)
     with pytest.raises(JobFileError, match="no row that can be run"):
         quantize_job(load_job(job, ()), False, SILENT)
 

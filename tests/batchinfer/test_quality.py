@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from batchinfer.core.statistics.quality import Quality
 from batchinfer.models import sources
 from batchinfer.models.calibration import search
 from batchinfer.models.calibration.sample import SampleRows
 from batchinfer.models.calibration.search import Search
-from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.ops.attention import AttentionInputs, HeadTurn, LayerCache
 from batchinfer.models.ops.layers import Head, Linear, Weight, values_of
@@ -275,7 +275,7 @@ def test_accuracy_holds_in_every_arithmetic(tmp_path: Path) -> None:
     assert right["int8"] >= right["float32"] - 0.01
 
 
-def calibrated(rows: Seq[Row], group: int) -> Loss:
+def calibrated(rows: Seq[Row], group: int) -> Quality:
     """Calibrate on every eighth row, and return the loss of the other rows at their answers' tokens."""
     checkpoint = inspect_checkpoint(QUICKSTART / "model")
     searched, held_out = rows[::8], [row for number, row in enumerate(rows) if number % 8]
@@ -288,7 +288,7 @@ def calibrated(rows: Seq[Row], group: int) -> Loss:
     list(made.layers())
     loss = made.loss()
     assert loss is not None
-    said = f"KL {loss.kl:.2e} nats, same token {loss.same:.3%}, {loss.tokens} positions"
+    said = f"KL {loss.kl:.2e} nats, same token {loss.top1:.3%}, {loss.positions} positions"
     print(f"int4 in groups of {group}, calibrated: {said}")
     return loss
 
@@ -304,7 +304,7 @@ def test_calibrated_int4_is_nearer_than_rounded_int4() -> None:
     found = calibrated(rows, 32)
     assert found.kl < plain.mean() / 2
     assert found.kl < MOST_MEAN
-    assert found.same > 0.999
+    assert found.top1 > 0.999
 
 
 @pytest.mark.slow

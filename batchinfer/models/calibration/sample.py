@@ -95,7 +95,7 @@ class SampledStep:
         self.counted = torch.from_numpy(np.concatenate([row.counted for row in rows])).to(device)
         self.scored = torch.from_numpy(np.concatenate([row.scored for row in rows])).to(device)
         blocks = [-(-length // BLOCK) for length in lengths]
-        self.blocks = sum(blocks)
+        self.blocks, self.longest = sum(blocks), max(lengths)
         firsts = np.cumsum([0, *blocks[:-1]])
         tables = torch.zeros(len(rows), max(blocks), dtype=torch.int32)
         for table, first, count in zip(tables, firsts.tolist(), blocks, strict=True):

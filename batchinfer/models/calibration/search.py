@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from batchinfer.core.statistics.quality import Quality
 from batchinfer.models.adapters.channel_factors import MarkedWeights
 from batchinfer.models.calibration.experts import WatchedExperts
 from batchinfer.models.calibration.layer import (
@@ -20,15 +21,14 @@ from batchinfer.models.calibration.layer import (
     WatchedLinear,
     round_layer,
 )
+from batchinfer.models.calibration.layered import LOGIT_ROWS, compare_logits, model_ends
 from batchinfer.models.calibration.sample import LayerRun, SampleRows
-from batchinfer.models.calibration.work import CalibrationOutcome, Loss, rounded_linears
+from batchinfer.models.calibration.work import CalibrationOutcome, rounded_linears
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
 from batchinfer.models.checkpoint.tensor_names import layer_names
 from batchinfer.models.checkpoint.weights import CheckpointWeights, LayerWeights, Tables
 from batchinfer.models.decoder.block import Block, build_layer, pack_layer
-from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.decoder.packed import PackedWeights
 from batchinfer.models.decoder.positions import rope_table
 from batchinfer.models.ops.attention import RopeTable
 from batchinfer.models.ops.interface import Ops
@@ -36,7 +36,6 @@ from batchinfer.models.ops.layers import DecoderLayer
 from batchinfer.models.spec.spec import INT4_GROUP, LayerSpec, LinearSpec
 
 CPU = torch.device("cpu")
-LOGIT_ROWS = 256  # tokens per batch of logits, which limits the memory for them
 
 
 @dataclass(slots=True)
@@ -93,19 +92,12 @@ class Search:
         self._positions = max(sample.longest for sample in rows)
         tables = _cast_tables(self._weights.tables(), dtype, device)
         with torch.inference_mode():
-            self._ends = tuple(self._without_layers(tables, quantised) for quantised in (False, True))
+            forms = (None, spec.head_form)
+            self._ends = tuple(model_ends(spec, tables, ops, form, device, self._positions) for form in forms)
             first = [self._ends[0].forward(step.ids, [step.inputs], (), ()) for step in steps]
             held = [self._ends[0].forward(step.ids, [step.inputs], (), ()) for step in held_out]
         self._streams = _Streams(first, held, list(held))
         self._experts, self._few = 0, 0
-
-    def _without_layers(self, tables: Tables, quantised: bool) -> Decoder:
-        """Return a decoder without layers: embedding and head, which is quantised if `quantised`."""
-        head = self._ops.convert_weight(tables.head, self.spec.head_form if quantised else None)
-        packed = PackedWeights(
-            replace(self.spec, layers=()), tables, self._ops.pack_head(head), (), self._device
-        )
-        return Decoder(packed, self._ops, self._positions)
 
     def layers(self) -> Iterator[RoundedLayer]:
         """Calibrate each layer in turn, and yield it on the CPU."""
@@ -171,21 +163,12 @@ class Search:
         """Return the loss and the numbers of experts. Call it after `layers` has yielded all layers."""
         return CalibrationOutcome(self.loss(), self._experts, self._few)
 
-    def loss(self) -> Loss | None:
+    def loss(self) -> Quality | None:
         """Return the loss on the held-out rows, None without any. Call it after `layers` has yielded all layers."""
         if self._held_out is None:
             return None
-        kl, same, tokens = 0.0, 0, 0
         with torch.inference_mode():
-            for before, after in self._held_out_states():
-                exact, rounded = (
-                    end.logits(state).double().log_softmax(-1)
-                    for end, state in zip(self._ends, (before, after), strict=True)
-                )
-                kl += float((exact.exp() * (exact - rounded)).sum())
-                same += int(exact.argmax(-1).eq(rounded.argmax(-1)).sum())
-                tokens += len(before)
-        return Loss(kl / tokens, same / tokens, tokens) if tokens else None
+            return compare_logits(self._ends, self._held_out_states())
 
     def _held_out_states(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield final hidden states at scored positions, (rows, hidden), of the original and the rounded model."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
+from batchinfer.core.statistics.quality import Quality
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names
 from batchinfer.models.spec.divisible import gated_halves, norm_readers
@@ -26,21 +27,6 @@ COLUMNS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """The change of a model's predictions by rounding, measured at the answers' positions of held-out rows.
-
-    Args:
-        kl: The mean divergence KL(original ‖ rounded) of the next token's distribution, in nats.
-        same: The share of positions at which the most likely token stays the same, 0 to 1.
-        tokens: The number of positions.
-    """
-
-    kl: float
-    same: float
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class CalibrationOutcome:
     """The outcome of a calibration.
 
@@ -50,7 +36,7 @@ class CalibrationOutcome:
         few: How many of the experts had fewer than MIN_EXPERT_TOKENS tokens, and were calibrated on other tokens, too.
     """
 
-    loss: Loss | None
+    loss: Quality | None
     experts: int = 0
     few: int = 0
 

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from batchinfer.core.statistics.quality import Quality
 from batchinfer.core.wording import about, counted
 from batchinfer.engine.config import CalibrationOrder
 from batchinfer.filesystem.durable import FileOps, check_free_space, storage, write_json
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
-from batchinfer.models.calibration.work import MIN_EXPERT_TOKENS, CalibrationOutcome, Loss
+from batchinfer.models.calibration.work import MIN_EXPERT_TOKENS, CalibrationOutcome
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.spec.model_cost import loaded_bytes
 from batchinfer.models.spec.spec import INT4_GROUP
@@ -32,7 +33,7 @@ from batchinfer.plan.setup.weights import (
     record_of,
     with_calibration,
 )
-from batchinfer.report.progress import Progress
+from batchinfer.report.progress import Phase, Progress
 
 MOST_WEIGHTS = 0.8  # share of a GPU's memory; the rest is for the KV cache, activations and graphs
 WAY_OUT = "set model.calibration: off"
@@ -129,7 +130,7 @@ def write_calibrated(
     began = time.monotonic()
     found = calibrate_in_child(
         CalibrationOrder(load, prompts, answers, folder, group, bool(job.model.adapters)),
-        layer_progress(listener.progress),
+        layer_progress(listener.progress, "calibrating"),
         listener.progress.tick,
         transport,
     )
@@ -162,12 +163,9 @@ def _can_answer(job: Job, setup: Setup, notice: Callable[[str], None]) -> bool:
     return fits
 
 
-def loss_text(loss: Loss) -> str:
+def loss_text(loss: Quality) -> str:
     """Return a phrase for the user about the loss of quality of calibrated weights."""
-    return (
-        f"on rows held out, KL {loss.kl:.1e} nats a token, and the same most likely token at {loss.same:.2%} of "
-        f"{loss.tokens:,}"
-    )
+    return f"on rows held out, {loss}"
 
 
 def few_text(found: CalibrationOutcome) -> str:
@@ -178,18 +176,22 @@ def few_text(found: CalibrationOutcome) -> str:
     )
 
 
-def layer_progress(progress: Progress) -> Callable[[int, int], None]:
-    """Return a function that shows calibrated layers on a progress display.
+def layer_progress(progress: Progress, phase: Phase) -> Callable[[int, int], None]:
+    """Return a function that shows finished layers on a progress display.
 
-    The function's arguments are the numbers of calibrated layers and of all layers. Its first call must have 0
-    calibrated layers.
+    The function's arguments are the numbers of finished layers and of all layers. Its first call must have 0
+    finished layers.
+
+    Args:
+        progress: The display.
+        phase: The name of the work, such as "calibrating".
     """
 
     def show(done: int, count: int) -> None:
         if done:
             progress.rows(1)
         else:
-            progress.phase("calibrating", count)
+            progress.phase(phase, count)
 
     return show
 

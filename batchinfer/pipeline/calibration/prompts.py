@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from batchinfer.core.request import TokenIds
@@ -30,15 +31,38 @@ def calibration_prompts(job: Job, setup: Setup) -> tuple[TokenIds, ...]:
         return _choose(index)
 
 
+def first_prompts(job: Job, setup: Setup, rows: int) -> tuple[TokenIds, ...]:
+    """Return the prompts of a job's first rows, each different one once, with at most MOST_TOKENS tokens in total.
+
+    The first prompt is returned even if it is longer. Raises the errors of reading the input.
+
+    Args:
+        job: The job.
+        setup: Its setup.
+        rows: The number of rows to read. Rows with errors give no prompt.
+    """
+    with temporary_folder("quality") as scratch:
+        job = with_files(job, job_files(job, Path(scratch)))
+        limit = rows if job.input.limit is None else min(rows, job.input.limit)
+        job = job.model_copy(update={"input": job.input.model_copy(update={"limit": limit})})
+        index = ingest(job, setup.tokenizer, setup.ingest_options(workers=1), Path(scratch) / "index")
+        return _within_limit({ids.tobytes(): ids for ids in _prompts(index)}.values())
+
+
 def _choose(index: Index) -> tuple[TokenIds, ...]:
     prompts = {ids.tobytes(): ids for ids in _prompts(index)}
+    keys = sorted(prompts, key=lambda data: hashlib.sha256(data).digest())
+    return _within_limit(prompts[key] for key in keys)
+
+
+def _within_limit(prompts: Iterable[TokenIds]) -> tuple[TokenIds, ...]:
     found: list[TokenIds] = []
     left = MOST_TOKENS
-    for key in sorted(prompts, key=lambda data: hashlib.sha256(data).digest()):
-        left -= len(prompts[key])
+    for ids in prompts:
+        left -= len(ids)
         if left < 0 and found:
             break
-        found.append(prompts[key])
+        found.append(ids)
     return tuple(found)
 
 

@@ -23,6 +23,7 @@ from batchinfer.pipeline.stages.answering import (
     open_meter,
     raise_pending,
 )
+from batchinfer.pipeline.stages.calibrating import check_quality
 from batchinfer.pipeline.stages.planning import notify_plan, revised_forecast
 from batchinfer.pipeline.stages.reading import UnreadInput, complete
 from batchinfer.pipeline.stages.verdict import error_budget, refuse_stored_errors
@@ -55,8 +56,10 @@ def answer_in_waves(run: OpenRun, unread: UnreadInput, store: CompletionStore) -
     Raises:
         Interrupted: A signal came.
         StopTimeReached: The stop time came.
+        QualityTooLow: Quantisation changes the predictions beyond the job's limits.
         BatchInferError: The engines failed, the input cannot be read, or it has too few rows or too many error rows.
     """
+    check_quality(run)
     before = set(store.parts())
     with (
         BackgroundReading(unread.ingestion, unread.steps, unread.at) as reading,

@@ -132,6 +132,18 @@ def calibration_forecast(
     return CalibrationForecast(sample.rows, sample.tokens, spent)
 
 
+def quality_forecast_s(setup: Setup, sample: CalibrationSample) -> float | None:
+    """Return the seconds of measuring the quality of the job's quantised model on a sample, or None if unknown.
+
+    The time to load the layers is not included.
+    """
+    setting, checkpoint = setup.setting.with_placement(replicas=1), setup.checkpoint
+    if not isinstance(checkpoint, Checkpoint) or setting.device != "cpu" or setting.peaks is None:
+        return None
+    codes: tuple[Quantization, ...] = ("none", setting.numerics.quantization)
+    return sum(_passing_s(setting, checkpoint, sample, each) for each in codes)
+
+
 def work_seconds(work: CalibrationWork, flops_per_s: float) -> float:
     """Return the seconds of a calibration's own arithmetic, without the forward passes of the model.
 

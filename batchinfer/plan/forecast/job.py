@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
 from batchinfer.plan.setup.input_check import check_enough_rows, check_input
 from batchinfer.plan.setup.job_setup import Setup, check_setup, work_context
+from batchinfer.plan.setup.quality import stored_quality
 from batchinfer.store.answers.completion_store import read_records
 from batchinfer.store.index.index import Index
 from batchinfer.store.index.ingest import IngestProgress, ingest, job_files, with_files
@@ -103,6 +104,8 @@ class JobForecast:
         experts: The assignment of experts to ranks as a dictionary (`ExpertPlan.facts`). None without expert
             parallelism.
         sample: The sample of rows that was read. None if every row was read.
+        quality: The last measured quality of the quantised weights, as a dictionary (fields of `Quality`). None without
+            quantisation or measurement.
     """
 
     job: str
@@ -128,6 +131,7 @@ class JobForecast:
     layouts: tuple[LayoutForecast, ...] = ()
     experts: dict[str, Any] | None = None
     sample: SampledRows | None = None
+    quality: dict[str, Any] | None = None
 
 
 def forecast_job(
@@ -157,7 +161,7 @@ def forecast_job(
     here = this_machine(job.engine.device if elsewhere is None else "cpu")
     machine = elsewhere or here
     setup = check_setup(job, state, machine, replace=True, reader=here)
-    for warning in (*setup.warnings, *check_input(job, setup, state).warnings):
+    for warning in check_input(job, setup, state).warnings:
         notice(warning)
     if job.sampling.from_columns:
         notice(f"rows set their own {job.sampling.row_parameters()}")
@@ -174,7 +178,9 @@ def forecast_job(
         others = quantized_forecasts(known.job, setup, known.plan, known.index.tokens, times)
         on = devices or devices_of(machine.hardware, machine.devices)
         layouts = layout_forecasts(known.job, setup, known.plan, known.index.tokens, times, on)
+        quality = stored_quality(job, setup, state)
         found = replace(found, quantizations=tuple(others), devices=on, layouts=layouts)
+        found = found if quality is None else replace(found, quality=asdict(quality))
         try:
             found = _with_engine(known, setup, found, Path(scratch))
         except OutOfMemory as error:

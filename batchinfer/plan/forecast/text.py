@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES
+from batchinfer.core.statistics.quality import Quality
 from batchinfer.core.wording import count, counted, percent, seconds, short, size
 from batchinfer.machine.devices import Devices
 from batchinfer.plan.forecast.engine import EngineForecast
@@ -169,6 +170,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         "quantizations": [asdict(one) for one in found.quantizations],
         "hardware": None if found.devices is None else _devices_json(found.devices),
         "layouts": [asdict(one) for one in found.layouts],
+        "quality": found.quality,
         "misfit": found.misfit,
         "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
         "drafting": None if found.drafting is None else _forecast_json(found.drafting, price_per_hour),
@@ -245,6 +247,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         yield "weights", _quantizations(found)
     if found.layouts and found.devices is not None:
         yield from layout_lines(found.layouts, found.devices)
+    if found.quality is not None:
+        yield "quality", f"{Quality(**found.quality)}, as measured by an earlier run"
     if found.experts is not None:
         yield "experts", experts_text(**found.experts)
     if found.memory is None or found.forecast is None:

@@ -33,7 +33,7 @@ from batchinfer.plan.setup.job_answers import (
 )
 from batchinfer.plan.setup.resolve import resolve
 from batchinfer.plan.setup.setting import PlacedModel, Setting
-from batchinfer.plan.setup.weights import job_weights, quantization_warnings
+from batchinfer.plan.setup.weights import job_weights
 from batchinfer.report.tables.folder import check_report_folder, report_folder
 from batchinfer.store.columns.answer_check import CHECK_VERSION
 from batchinfer.store.columns.schema_columns import SchemaColumns
@@ -94,11 +94,6 @@ class Setup:
             if self.engine_draft_model is None
             else [own, PlacedModel(self.engine_draft_model.checkpoint, self.engine_draft_model.setting)]
         )
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Return warnings for the user about the quantisation of the job's model."""
-        return quantization_warnings(self.checkpoint, self.setting)
 
     @property
     def drafting(self) -> Setup | None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.core.errors import CannotSplit
+from batchinfer.core.statistics.quality import Quality
 from batchinfer.engine.ranks.shards import check_stored
 from batchinfer.filesystem.json_files import read_json, read_strings, write_strings
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
 from batchinfer.models.adapters.sizes import AdapterSizes, adapter_sizes
 from batchinfer.models.adapters.stored_adapter import DORA_NOT_SHARDED, StoredAdapter, inspect_adapter
-from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import Checkpoint, inspect_checkpoint
 from batchinfer.models.opening import StoredModel
 from batchinfer.models.spec.spec import AttentionSpec, ExpertsSpec, ModelSpec
@@ -31,8 +31,6 @@ MOST_TOKENS = 8_192
 LONGEST = 2_048  # tokens of a prompt; the rest is cut off
 ANSWER_TOKENS = 64  # answer tokens per prompt, which are part of the sample
 _DIGITS = 24  # hex digits of a folder's name
-# Answers equal to those in float32; bfloat16 keeps 127
-_KEPT = "on SmolLM2-135M, int8 kept 22 of 200 answers, int4 21 (docs/models.md)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +73,6 @@ def job_weights(job: Job, checkpoint: StoredModel, setting: Setting, state: Stat
         if adapters.merged and division.tensor > 1:
             raise CannotSplit(DORA_NOT_SHARDED)
     return JobWeights(found, setting, adapters.fingerprints)
-
-
-def quantization_warnings(checkpoint: StoredModel, setting: Setting) -> tuple[str, ...]:
-    """Return a warning if the run quantises weights that the checkpoint stores in floats, else an empty tuple.
-
-    Args:
-        checkpoint: The job's model.
-        setting: The setting of the job.
-    """
-    quantization = setting.numerics.quantization
-    if quantization == "int8" or (quantization == "int4" and not _stores_int4(checkpoint, setting)):
-        return (f"model.quantization: {quantization} changes nearly all answers of real models: {_KEPT}",)
-    return ()
-
-
-def _stores_int4(checkpoint: StoredModel, setting: Setting) -> bool:
-    forms = checkpoint.spec.forms if isinstance(checkpoint, Checkpoint) else frozenset()
-    return setting.parts.weights is None and any(form.codes == "int4" for form in forms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +144,15 @@ def can_calibrate(checkpoint: StoredModel) -> bool:
     The model must be a native decoder with weights stored in floats, and no layer may read keys and values of another
     layer.
     """
-    return isinstance(checkpoint, Checkpoint) and checkpoint.plain and _is_plain(checkpoint.spec)
+    if not isinstance(checkpoint, Checkpoint):
+        return False
+    return checkpoint.plain and checkpoint.spec.causal and has_own_caches(checkpoint.spec)
 
 
-def _is_plain(spec: ModelSpec) -> bool:
+def has_own_caches(spec: ModelSpec) -> bool:
+    """Return True if each layer attends to its own keys and values."""
     attentions = (layer.attention for layer in spec.layers)
-    return spec.causal and not any(
+    return not any(
         isinstance(attention, AttentionSpec) and attention.kv_layer is not None for attention in attentions
     )
 
@@ -227,15 +210,16 @@ def _experts_version(checkpoint: StoredModel) -> str:
     return EXPERTS_VERSION if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in layers) else ""
 
 
-def record_of(loss: Loss | None) -> dict[str, object]:
-    """Return the loss of calibrated weights as the JSON object that is stored next to them."""
-    return {"version": CALIBRATION_VERSION, "loss": None if loss is None else asdict(loss)}
+def record_of(loss: Quality | None) -> dict[str, object]:
+    """Return the quality of calibrated weights as the JSON object that is stored next to them."""
+    found = None if loss is None else {"kl": loss.kl, "same": loss.top1, "tokens": loss.positions}
+    return {"version": CALIBRATION_VERSION, "loss": found}
 
 
-def loss_of(folder: Path) -> Loss | None:
-    """Return the loss of calibrated weights that was stored in their folder, or None if there is none."""
+def loss_of(folder: Path) -> Quality | None:
+    """Return the quality of calibrated weights that was stored in their folder, or None if there is none."""
     record = read_json(folder / RECORD)
     loss = record.get("loss") if isinstance(record, dict) else None
     if not isinstance(loss, dict) or loss.keys() != {"kl", "same", "tokens"}:
         return None
-    return Loss(**loss)
+    return Quality(loss["kl"], loss["same"], loss["tokens"])

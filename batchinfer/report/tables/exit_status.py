@@ -13,6 +13,7 @@ MEANINGS = {
     f"{PUBLISHED} {OVER_BUDGET}": "the results are in place, with more error rows than the job allows",
     f"{ALREADY_PUBLISHED} {OVER_BUDGET}": "an earlier run published these results; more error rows than allowed",
     OVER_BUDGET: "more error rows than `on_error.max_error_rate` allows; nothing was published",
+    "quality too low": "quantisation changes predictions beyond `engine.quality_limits`; no answer was computed",
     "stopped": "the time of `--stop-at` was reached; the same command continues the job",
     "interrupted": "a signal ended the run; `exit_code` − 128 is its number",
     "input damaged": "an input file is damaged, or changed while it was read",

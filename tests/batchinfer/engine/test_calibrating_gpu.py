@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from batchinfer.core.statistics.quality import Quality
 from batchinfer.engine.config import CalibrationOrder, LoadConfig
 from batchinfer.engine.load.int4 import calibrate_int4
-from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer_kernels.arithmetic import Device
 from tests.batchinfer.engine.interpreted_gpu import stand_in
@@ -45,7 +45,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def calibrate(
     model: Path, folder: Path, device: Device, answer_tokens: int = 0, prompts: int = 3
-) -> tuple[Loss, list[int]]:
+) -> tuple[Quality, list[int]]:
     """Write the folder. Return the loss, and the number of finished layers at each progress report."""
     folder.mkdir()
     draw, told = np.random.default_rng(3), list[int]()
@@ -78,10 +78,10 @@ def test_a_gpu_makes_the_weights_of_a_cpu(model: Path, tmp_path: Path) -> None:
     assert same > 0.99
     # A CPU rounds activations, too
     assert 0 < lost.kl < 1.2 * wanted.kl
-    assert lost.tokens == wanted.tokens
+    assert lost.positions == wanted.positions
 
 
 def test_its_engine_answers_prompts(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "plain", "llama", **SIZES | {"num_hidden_layers": 1})
     lost, _ = calibrate(tmp_path / "plain", tmp_path / "int4", "cuda", 3, prompts=3)
-    assert lost.tokens > 1
+    assert lost.positions > 1

@@ -66,6 +66,7 @@ def test_omitted_options_have_their_defaults(tmp_path: Path) -> None:
     assert (engine.pop("enable_prefix_caching"), engine.pop("deterministic")) == (True, False)
     assert (engine.pop("tensor_parallel_size"), engine.pop("pipeline_parallel_size")) == (1, 1)
     assert engine.pop("expert_parallel_size") == 1
+    assert (engine.pop("quality_rows"), engine.pop("quality_limits")) == (32, None)
     assert set(engine.values()) == {"auto"}
     assert (job.on_error.max_error_rate, job.on_error.publish) == (0.01, False)
     assert (job.cache.path, job.cache.keep) == (None, 30)

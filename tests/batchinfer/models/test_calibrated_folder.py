@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from batchinfer.core.statistics.quality import Quality
 from batchinfer.models.adapters.channel_factors import ChannelFactors
 from batchinfer.models.calibration.folder import CalibratedFolder
 from batchinfer.models.calibration.layer import RoundedLayer
 from batchinfer.models.calibration.sample import SampleRows
 from batchinfer.models.calibration.search import Search
-from batchinfer.models.calibration.work import Loss
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer_kernels.int4_feedback import round_with_feedback
@@ -58,7 +58,7 @@ def sequences(count: int, seed: int, length: int = 40) -> SampleRows:
 
 def calibrate(
     source: Path, folder: Path, group: int = 32, marks: bool = False
-) -> tuple[list[RoundedLayer], Loss | None]:
+) -> tuple[list[RoundedLayer], Quality | None]:
     checkpoint = inspect_checkpoint(source)
     folder.mkdir()
     search = Search(
@@ -216,7 +216,7 @@ def test_layers_that_no_group_divides_are_named(tmp_path: Path, monkeypatch: pyt
     assert not packed & ignored
 
 
-def calibrated_on(model: Path, folder: Path, device: torch.device) -> Loss:
+def calibrated_on(model: Path, folder: Path, device: torch.device) -> Quality:
     checkpoint, samples = inspect_checkpoint(model), (sequences(3, 1, 16), sequences(2, 2, 16))
     folder.mkdir()
     search = Search(checkpoint, ValueOps(), torch.float32, samples, device, marks=True)
@@ -239,4 +239,4 @@ def test_nothing_is_left_on_the_host(tmp_path: Path, family: str, layers: int) -
     with far_away():
         far = calibrated_on(tmp_path / "plain", tmp_path / "far", FAR)
     assert far.kl == pytest.approx(near.kl, rel=1e-2)
-    assert (far.same, far.tokens) == (near.same, near.tokens)
+    assert (far.top1, far.positions) == (near.top1, near.positions)

@@ -39,7 +39,10 @@ def no_engine(*_: object) -> None:
 
 
 def write_job(folder: Path, checkpoint: Path, rows: list[Any] | None = None, **sections: Any) -> Path:
-    """Write job.yaml (as JSON) and its input. `sections` are merged into a job that greets `text`."""
+    """Write job.yaml (as JSON) and its input. `sections` are merged into a job that greets `text`.
+
+    It does not measure the quality of quantised weights, which takes another process.
+    """
     if rows is not None:
         lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
         (folder / "in.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -50,6 +53,7 @@ def write_job(folder: Path, checkpoint: Path, rows: list[Any] | None = None, **s
         "prompt": {"system": "Be brief and friendly to everyone.", "user": "Greet {{ text }}"},
         "sampling": {"max_tokens": 8},
         "output": {"path": "out/res"},
+        "engine": {"quality_rows": 0},
     }
     for name, section in sections.items():
         job[name] = section if not isinstance(section, dict) else job.get(name, {}) | section

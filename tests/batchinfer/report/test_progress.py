@@ -266,7 +266,7 @@ def test_calibration_progress_counts_layers_from_the_first_one(clock: Clock) -> 
     progress = Progress(io.StringIO(), clock=clock)
     for at in (0, 0, 1, 2):
         clock.now += 10 if at else 500
-        layer_progress(progress)(at, 4)
+        layer_progress(progress, "calibrating")(at, 4)
     assert progress.left_s() == pytest.approx(2 * 10)
 
 

@@ -29,8 +29,8 @@ from batchinfer.report.tables.columns.sums import BUCKET_COLUMNS, PHASE_COLUMNS,
 # New in each format: 2: run_id in all tables, table rows; 3: tables phases, buckets and prefixes; 4: replica of steps
 # and requests; 5: launch of steps; 6: table activities; 7: tables accuracy, confusion and calibration; 8: drafts;
 # 9: drafts of earlier answers and models; 10: proposing_s; 11: table ranks; 12: lookahead; 13: launched_steps;
-# 14: scored_positions and task, lookahead removed; 15: node of activities
-TABLE_FORMAT = 15
+# 14: scored_positions and task, lookahead removed; 15: node of activities; 16: quality_kl
+TABLE_FORMAT = 16
 RUN = "run"
 STEPS = "steps"
 REQUESTS = "requests"

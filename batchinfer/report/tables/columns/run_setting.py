@@ -37,16 +37,26 @@ SETTING: tuple[Column, ...] = (
         "`stored-sparse`: without the zeros of 2:4 sparse weights",
     ),
     real(
-        "int4_kl",
+        "quality_kl",
         "nats",
-        "loss of calibrated int4 weights: mean KL(unquantised ‖ int4) of the next token, at tokens of answers that "
-        "the calibration has not seen; null without a calibration",
+        "[measured quality](models.md#measured-quality) of quantised weights: mean KL(unquantised ‖ quantised) of the "
+        "next token; null without quantisation, and if the job computes vectors",
     ),
     ratio(
-        "int4_same_token",
-        "share of the `int4_tokens` at which both models have the same most likely next token",
+        "quality_top1",
+        "share of the `quality_positions` at which both models have the same most likely next token",
     ),
-    count("int4_tokens", "tokens", "number of tokens at which `int4_kl` was measured"),
+    real(
+        "quality_cosine",
+        "",
+        "mean cosine similarity of the vectors with quantised and unquantised weights; null if the job computes tokens",
+    ),
+    count(
+        "quality_positions",
+        "positions",
+        "number of positions at which the quality was measured: tokens, or vectors",
+    ),
+    seconds("quality_s", "part of `other_s`: measuring the quality; null if an earlier run measured it"),
     seconds(
         "calibration_s", "part of `other_s`: calibrating int4 weights; null if they were calibrated already"
     ),
