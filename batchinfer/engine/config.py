@@ -30,10 +30,10 @@ NO_CHOICE = "{}"  # the result if the engine died while choosing
 
 
 def choose_alone(choose: Callable[[], str]) -> str:
-    """Call `choose` and return its result, without asking other engines.
+    """Call `choose` and return its result.
 
-    An engine gets this function if no other engine must make the same choice. Otherwise, it gets a function that calls
-    `choose` in one engine and returns the result in all engines.
+    A run with one engine passes this function as `agreed`. With several engines, `agreed` calls `choose` in one engine
+    and returns the result in all engines.
 
     Args:
         choose: Makes a choice and returns it as JSON.

@@ -28,9 +28,8 @@ Places = NDArray[np.int64]
 class OtherAnswers:
     """A draft source that searches other answers of the job for the last tokens of a row.
 
-    It proposes the tokens after the match. The newest answers are searched for the row's last 12 tokens, then for its
-    last 6 and its last 3. The last prompt tokens before each answer are searched, too. The indexes of these n-grams
-    are rebuilt when enough new tokens have been added.
+    It proposes the tokens after the match. The newest answers, each with the last tokens of its prompt, are searched
+    for the row's last 12 tokens, then for its last 6 and its last 3.
     """
 
     name: DraftName = "answers"

@@ -205,13 +205,12 @@ class DecodeGraphs:
         Args:
             batch: The inputs of the step.
             tables: The block tables on the device, with all entries that this step needs.
-            fill_in: Is called with the tensor of the step's token ids, and writes the ids that only the device knows.
-            or_else: True if the caller has a better way to run a step that has no graph than launching its operators
-                one by one.
+            fill_in: Called with the tensor of the step's token ids, to write the ids that only the device knows.
+            or_else: True to return None for a step that has no graph yet and is not captured now. False to launch the
+                operators of such a step one by one.
 
         Returns:
-            The hidden states of the step. None if the step has no graph yet, is not captured now, and `or_else` is
-            True.
+            The hidden states of the step, or None; see `or_else`.
 
         Raises:
             torch.OutOfMemoryError: If there is no memory for a new graph.

@@ -64,8 +64,7 @@ class GraphRecorder(ABC):
     def record(self, run: Callable[[], R]) -> tuple[R, Replay]:
         """Capture the kernel launches of a function.
 
-        The launches may also be executed once. Later captures reuse memory that the function frees, so captures must
-        be replayed in the order in which they were made.
+        The launches may also be executed once. Captures must be replayed in the order in which they were made.
 
         Args:
             run: The function.
@@ -93,15 +92,12 @@ class GraphRecorder(ABC):
 
 
 class GpuRecorder(GraphRecorder):
-    """Captures functions as CUDA graphs.
-
-    Graphs share a memory pool, because they run one at a time and a result is read before the next graph runs. All are
-    captured in the same stream, because libraries allocate a work space of tens of MiB per stream. The capture mode is
-    `thread_local`, so CUDA calls of other threads do not break a capture in the middle of a job.
-    """
+    """Captures functions as CUDA graphs. All graphs share a memory pool and are captured in the same stream."""
 
     def __init__(self) -> None:
+        # Shared: graphs run one at a time, and a result is read before the next graph runs
         self._pool = torch.cuda.graph_pool_handle()
+        # One stream: libraries allocate a work space of tens of MiB per stream
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._taken = 0
 
@@ -152,6 +148,7 @@ class GpuRecorder(GraphRecorder):
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # `torch.cuda.graph` does not restore the stream if the end of a capture fails
         with self._measured(), out_of_memory_errors(), pause_garbage_collector(), torch.cuda.stream(current):
+            # CUDA calls of other threads do not break a thread-local capture
             recording = torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local")
             with self._usable_pool(), recording:
                 made = run()

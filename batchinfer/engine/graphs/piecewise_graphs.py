@@ -228,7 +228,7 @@ class PiecewiseGraphs:
         Args:
             batch: The inputs of the step.
             tables: The block tables on the device, with all entries that this step needs.
-            fill_in: Is called with the tensor of the step's token ids, and writes the ids that only the device knows.
+            fill_in: Called with the tensor of the step's token ids, to write the ids that only the device knows.
             plan: Returns the attention plan of each cache group from the step's attention inputs.
         """
         tokens = len(batch.token_ids)

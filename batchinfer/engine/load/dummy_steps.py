@@ -68,7 +68,7 @@ class GpuMeter:
 
 
 def sizes_between(rows: int, tokens: int) -> list[int]:
-    """Return step sizes, in tokens, with which the warm-up compiles all kernels for sizes between two limits.
+    """Return the step sizes, in tokens, with which the warm-up uses all kernels for sizes between two limits.
 
     Args:
         rows: The lower limit, which is excluded.

@@ -10,8 +10,8 @@ REPEATS = 4  # repetitions of a cycle that make a loop
 class LoopDetector:
     """Detects that an answer repeats itself.
 
-    A loop is a range of at least n tokens at the end of the answer that repeats a cycle of at most n / 4 tokens. No
-    loop is missed.
+    A loop is a range of tokens at the end of the answer that repeats a short cycle. The range has at least `least`
+    tokens (set in `__init__`), and the cycle at most a quarter of that.
     """
 
     __slots__ = ("_begin", "_cycle", "_least", "_longest", "_next_search", "_since")

@@ -61,8 +61,9 @@ class Awaited(NamedTuple):
     """The input tokens of a step that the host does not know, because the previous step samples them.
 
     Attributes:
-        places: The indices of these tokens among the step's tokens. None: all tokens.
-        sampled: Their indices among the tokens that the previous step samples. None: all of them, in order.
+        places: The index of each unknown token among the step's tokens. None: all tokens are unknown.
+        sampled: The index of each unknown token among the tokens that the previous step samples. None: all of them, in
+            order.
     """
 
     places: Ints | None
@@ -381,7 +382,7 @@ class OutputRows(NamedTuple):
 
     Attributes:
         sampled: The indices of the step's tokens that have an output (the sampled rows), ascending. None: all tokens.
-        counts: For each chunk with sampled rows, their number. None: one each.
+        counts: For each chunk with sampled rows, their number. None: 1 each.
         sampling: The outputs of the sampled rows, and how tokens are chosen.
     """
 
@@ -410,7 +411,7 @@ class StepPlan:
         copies: [n, 6], copies of partial blocks, which run in each layer before attention: index of the chunk, cache
             group, source block, target block, first slot, end. None: nothing is copied.
         sampled: The indices of the tokens that have an output (the sampled rows), ascending. None: all tokens.
-        sampled_counts: For each chunk with sampled rows, their number. None: one each.
+        sampled_counts: For each chunk with sampled rows, their number. None: 1 each.
         awaited: The tokens that only the device knows, because the previous step samples them. None: no token.
         sampling: The outputs of the sampled rows, and how their tokens are chosen.
         requests: (work key, number of answer tokens) of each chunk's request, if the runner needs them.
@@ -419,7 +420,7 @@ class StepPlan:
         shared_blocks: The number of block table entries that repeat an entry of an earlier table, if the runner needs
             it.
         repeats: [S], the number of decode steps to run per sequence, this step included. Block tables have the blocks
-            of all these steps. None: one each.
+            of all these steps. None: 1 each.
     """
 
     starts: Ints
