@@ -29,7 +29,7 @@ WHOLE_DTYPES = ("BOOL", "U8", "I8", "I16", "I32", "I64")
 
 
 def describe_in_child(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ForeignSpec:
-    """Describe a model that transformers computes, in a child process that imports torch and transformers.
+    """Return the sizes and attention of a model that transformers computes, found in a child process.
 
     Args:
         raw: The contents of config.json.

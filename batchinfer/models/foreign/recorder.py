@@ -52,7 +52,9 @@ class Recorder:
         return q.new_empty(*(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
 
     def mask(self, **of: Any) -> Any:
-        """Return a mask without values. Its window is an attribute, which is lost if a layer changes the mask.
+        """Return a mask without values that has the window as an attribute.
+
+        If a layer changes the mask, the window is lost.
 
         Args:
             of: The keyword arguments of transformers' mask interface.

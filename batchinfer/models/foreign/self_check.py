@@ -41,7 +41,7 @@ class Wanted:
 
 
 def run_alone(causal: Any, spec: ForeignSpec, device: torch.device | str) -> Wanted:
-    """Run random rows one at a time with transformers' own attention. Return the rows and their logits.
+    """Run random rows one at a time with transformers' own attention, and return the rows with their logits.
 
     Args:
         causal: The loaded model with its output layer.

@@ -54,13 +54,13 @@ class CompiledAdapters(Adapters):
     def __init__(
         self, compiled: CompiledOperators, factors: Sequence[Factors | None], places: int | None = None
     ) -> None:
-        """Pack A and B of adapters for a matrix product.
+        """Pack A and B of all adapters for a matrix product.
 
         Args:
             compiled: The compiled operators.
             factors: A and B of each adapter, or None for an adapter that does not change the product.
-            places: The number of adapters that are packed at the same time, by `place`. None: all adapters are packed
-                now.
+            places: The number of adapters that steps can use at the same time, which `place` selects. None: all
+                adapters.
         """
         self._compiled = compiled
         pairs = [None if own is None else (own.a, own.b) for own in factors]
@@ -71,7 +71,7 @@ class CompiledAdapters(Adapters):
         return AddedValues(self._compiled.low_rank(x, self.factors, rows), rows)
 
     def place(self, number: int, place: int) -> None:
-        """Pack an adapter, and discard the adapter that was packed at the same place.
+        """Let steps use an adapter, instead of the adapter that has the same place.
 
         Args:
             number: The number of the adapter, from 1.
@@ -142,7 +142,7 @@ def pack_experts(compiled: CompiledOperators, weights: ExpertWeights, kind: Kind
     Args:
         compiled: The compiled operators.
         weights: The weights of the experts.
-        kind: The function that is applied to the sums of products, such as "plain" or "gated".
+        kind: The activation of the results, such as "gated" for SiLU(gate) * up. "plain": there is none.
     """
     if weights.form is not None and weights.form.codes == "int8":
         return compiled.pack_rounded_expert_int8(weights.weight, weights.bias, kind)

@@ -188,7 +188,7 @@ class CpuOps(TorchOps):
 
         Args:
             factors: A and B of each adapter, or None for an adapter that does not change the product.
-            room: How many adapters are packed at the same time, by `Adapters.place`. None: all adapters are packed now.
+            room: How many adapters steps can use at the same time. `Adapters.place` selects them. None: all adapters.
         """
         return CompiledAdapters(self._compiled, factors, None if room is None else room.places)
 
@@ -212,7 +212,7 @@ class CpuOps(TorchOps):
         """Return a layer that is computed by one call of compiled code; None if the compiled code does not support it.
 
         Args:
-            spec: The layer.
+            spec: The specification of the layer.
             parts: Its packed weights.
         """
         covered = CompiledLayer.covers(spec, parts, self._compiled.layer_widens(self._dtype))

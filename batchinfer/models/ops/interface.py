@@ -223,8 +223,8 @@ class Ops(ABC):
 
         Args:
             factors: A and B of each adapter, or None for an adapter that does not change the product.
-            room: How many adapters the device holds at the same time. `Adapters.place` must copy them there. None: all
-                adapters are on the device from the start.
+            room: How many adapters the device holds at the same time. `Adapters.place` selects them; at first there are
+                none. None: the device holds all adapters.
         """
 
     def choose_experts(self, logits: Tensor, routing: Routing, correction: Tensor | None = None) -> Choice:
@@ -242,7 +242,7 @@ class Ops(ABC):
         """Return a decoder layer that is computed by one fused operator; None if these operators cannot fuse the layer.
 
         Args:
-            spec: The layer.
+            spec: The specification of the layer.
             parts: Its packed weights.
         """
         return None
@@ -496,8 +496,8 @@ class Ops(ABC):
             inputs: The inputs of the step.
             block_size: The number of tokens in a block.
             windows: The sliding windows of the group's layers; None for a layer without a window.
-            other_group: The plan of another cache group for the same step. Its parts may be reused. None: there is
-                none.
+            other_group: The plan of another cache group for the same step. Its work items or buffers may be reused.
+                None: there is none.
         """
 
     @abstractmethod

@@ -119,28 +119,28 @@ class TritonPlan(FixedPlan):
 
     @property
     def sizes(self) -> tuple[object, ...]:
-        """Return the sizes that determine which kernels attention launches; see `FixedPlan.sizes`."""
+        """Return the sizes on which attention's kernel launches depend; see `FixedPlan.sizes`."""
         return self.plan.sizes
 
     @property
     def contexts(self) -> Tensor:
-        """Return the tensor of context lengths that kernels read, (rows,) int32; see `FixedPlan.contexts`."""
+        """Return the tensor of context lengths that attention reads, (rows,) int32; see `FixedPlan.contexts`."""
         return self.plan.contexts
 
     def serves(self, context_lens: Sequence[int]) -> bool:
-        """Return True if the plan also fits later decode steps of the same sequences, if only `contexts` is updated.
+        """Return True if later decode steps of the same sequences can use this plan by updating only `contexts`.
 
         Args:
-            context_lens: The longest context of each row in these steps.
+            context_lens: The maximum context length of each sequence in these steps.
         """
         return self.plan.serves(context_lens)
 
     def place(self) -> None:
-        """Copy the values that a CUDA graph's kernels read to the device, before their launches are captured."""
+        """Copy the plan to the device, before a CUDA graph that reads it is captured."""
         self.plan.place()
 
     def refill(self, other: FixedPlan) -> None:
-        """Copy the values of another step's plan, except block tables, into the tensors that the CUDA graph reads.
+        """Copy another step's plan, except block tables, into this plan's tensors, which a CUDA graph reads.
 
         The owner of the graph updates the block tables.
 

@@ -127,7 +127,7 @@ class FlashAttentionPrefill(PromptPrefill[PromptTables]):
 
     @classmethod
     def supports(cls, rules: AttentionRules) -> bool:
-        """Return True if FlashAttention-4 supports layers with these rules, so if the KV cache is not quantised."""
+        """Return True if the KV cache is not quantised. FlashAttention-4 supports all other rules of layers."""
         return rules.codes is None
 
     def can_read(self, cache: LayerCache) -> bool:
