@@ -66,7 +66,7 @@ class Embedding:
         return self.dense[-1].outputs if self.dense else hidden
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON values, for `from_json`. `dense` is omitted if empty, as in older results."""
+        """Return the settings of an embedding job as JSON values, for `from_json`. `dense` is omitted if empty."""
         value = asdict(self)
         if not self.dense:
             del value["dense"]
@@ -74,6 +74,6 @@ class Embedding:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Return the settings from the JSON that `to_json` returns."""
+        """Return the settings of an embedding job from the JSON values that `to_json` returns."""
         dense = tuple(Dense(**each) for each in value.get("dense", ()))
         return cls(**{**value, "dense": dense})

@@ -223,7 +223,7 @@ class SamplingParams:
 
     @property
     def for_simulation(self) -> SamplingParams:
-        """Return a copy with only the parameters that affect the engine's schedule, for the simulator."""
+        """Return a copy with only the sampling parameters that affect the engine's schedule, for the simulator."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             ignore_eos=self.has_known_length,
@@ -268,7 +268,7 @@ class SamplingParams:
         return not looks_back and not guided and not self.asks_logprobs
 
     def canonical(self) -> Self:
-        """Return equivalent parameters in a canonical form, so that equivalent requests have the same work key.
+        """Return equivalent sampling parameters in a canonical form, so that equivalent requests have equal work keys.
 
         Sets are sorted. Greedy parameters have no options of random draws.
         """
@@ -282,7 +282,7 @@ class SamplingParams:
         return replace(ordered, top_p=1.0, top_k=0, min_p=0.0, seed=0) if self.greedy else ordered
 
     def to_json(self) -> str:
-        """Return canonical JSON (sorted keys, no spaces): equal parameters give equal text.
+        """Return the sampling parameters as JSON text. Equal parameters have equal texts.
 
         Parameters with their default values are omitted.
         """
@@ -292,7 +292,7 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the parameters from the JSON text that `to_json` returns."""
+        """Return the sampling parameters from the JSON text that `to_json` returns."""
         values: dict[str, Any] = json.loads(text)
         return cls(**{name: _frozen(value) for name, value in values.items()})
 

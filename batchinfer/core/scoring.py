@@ -34,13 +34,13 @@ class Scoring:
     prior: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON values, for `from_json`. Unused keys that older results lack are omitted."""
+        """Return the settings of a scoring job as JSON values, for `from_json`. Some keys are omitted if unused."""
         value = asdict(self)
         return {name: one for name, one in value.items() if one or name not in ("content_free", "prior")}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Return the settings from the JSON that `to_json` returns."""
+        """Return the settings of scores from the JSON values that `to_json` returns."""
         lists = {name: tuple(value.get(name, ())) for name in ("choices", "prior")}
         return cls(**{**value, **lists})
 
@@ -62,10 +62,10 @@ class PairScoring:
     typed: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as JSON values, for `from_json`."""
+        """Return the settings of a cross-encoder's scores as JSON values, for `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """Return the settings from the JSON that `to_json` returns."""
+        """Return the settings of scores from the JSON values that `to_json` returns."""
         return cls(**value)

@@ -470,9 +470,9 @@ def usable_gpus(found: Sequence[Gpu], env: Mapping[str, str] = os.environ) -> tu
 
 
 def several_kinds(found: Sequence[Gpu], env: Mapping[str, str] = os.environ) -> bool:
-    """Return True if the GPUs that CUDA may use may be different models.
+    """Return True if CUDA_VISIBLE_DEVICES is set, and the machine has GPUs of different models.
 
-    That is so if CUDA_VISIBLE_DEVICES is set and the machine has GPUs of different models.
+    Then the GPUs that CUDA may use are possibly different models.
 
     Args:
         found: All GPUs of the machine.

@@ -78,8 +78,8 @@ class ChannelFactors:
 class MarkedWeights(Weights):
     """A source of a model's weights that records by which factors calibration scales the channels of matrix products.
 
-    It adds an adapter to each product, whose A and B consist of ones. Calibration scales these ones together with the
-    weights, so they become the factors. `marked_factors` reads them. Products of experts are left out.
+    It adds an adapter to each product, except products of experts. A and B of this adapter consist of ones. Calibration
+    scales them together with the weights, so they become the factors. `marked_factors` reads them.
     """
 
     def __init__(self, weights: Weights, spec: ModelSpec) -> None:

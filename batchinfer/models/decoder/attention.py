@@ -65,7 +65,7 @@ class AttentionHalf(ABC):
     @property
     @abstractmethod
     def widths(self) -> tuple[int, int]:
-        """Return the number of values per token of the queries, and of the result of attention, over all heads."""
+        """Return (values of the queries, values of the attention result) of a token, summed over all heads."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,7 +141,7 @@ class HeadsAttention(AttentionHalf):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Return the number of values per token of the queries, and of the result of attention, over all heads."""
+        """Return (values of the queries, values of the attention result) of a token, summed over all heads."""
         return self.spec.q_width, self.spec.q_width
 
     def _rotate_and_store(self, heads: Tensor, inputs: AttentionInputs, cache: LayerCache) -> Tensor:
@@ -233,7 +233,7 @@ class LatentAttention(AttentionHalf):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Return the number of values per token of the queries, and of the result of attention, over all heads."""
+        """Return (values of the queries, values of the attention result) of a token, summed over all heads."""
         spec = self.spec
         return spec.q_heads * spec.q_dim, spec.q_heads * spec.v_dim
 

@@ -128,7 +128,7 @@ class ExpertLoads:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context manager whose steps are not counted: at its end, the counters get their earlier values."""
+        """Return a context manager in which tokens do not count: at its end, the counters get their earlier values."""
         kept = {index: loads.clone() for index, loads in self._layers.items()}
         try:
             yield

@@ -111,7 +111,7 @@ class Fields:
         self.mistakes.append(f"{self.name}: {self._theirs.get(key, key)} {found}; wanted {wanted}")
 
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = 2**24) -> int:
-        """Return the integer at a key, in [low, high].
+        """Return the integer at a key of the JSON object, in [low, high]. Other values are errors.
 
         Args:
             key: The key.
@@ -128,11 +128,11 @@ class Fields:
         return default if default is not None else low
 
     def optional_integer(self, key: str, low: int = 1, high: int = 2**31 - 1) -> int | None:
-        """Return the integer at a key, in [low, high]; None if it is missing or null."""
+        """Return the integer at a key of the JSON object, in [low, high]; None if it is missing or null."""
         return None if self.raw.get(key) is None else self.integer(key, low=low, high=high)
 
     def number(self, key: str, default: float | None = None, above: float = 0.0, high: float = 1e30) -> float:
-        """Return the number at a key, in (above, high].
+        """Return the number at a key of the JSON object, in (above, high]. Other values are errors.
 
         Args:
             key: The key.
@@ -149,13 +149,13 @@ class Fields:
         return default if default is not None else math.nextafter(above, math.inf)
 
     def optional_number(self, key: str, high: float = 1e30) -> float | None:
-        """Return the number at a key, in [0, high]; None if it is missing or null."""
+        """Return the number at a key of the JSON object, in [0, high]; None if it is missing or null."""
         if self.raw.get(key) is None:
             return None
         return self.number(key, above=math.nextafter(0.0, -1.0), high=high)
 
     def numbers(self, key: str) -> tuple[float, ...]:
-        """Return the list of numbers at a key, each of them above 0 and finite. A missing key is an error."""
+        """Return the numbers in the list at a key of the JSON object, all of them finite and above 0."""
         value = self.raw.get(key)
         if isinstance(value, list) and all(type(v) in (int, float) and 0 < v < 1e30 for v in value):
             return tuple(map(float, value))
@@ -163,11 +163,11 @@ class Fields:
         return ()
 
     def boolean(self, key: str, default: bool) -> bool:
-        """Return the boolean at a key; `default` if it is missing or null."""
+        """Return the boolean at a key of the JSON object; `default` if it is missing or null."""
         return self._of_type(key, bool, "true or false", default)
 
     def text(self, key: str, default: str) -> str:
-        """Return the string at a key; `default` if it is missing or null."""
+        """Return the string at a key of the JSON object; `default` if it is missing or null."""
         return self._of_type(key, str, "a string", default)
 
     def _of_type(self, key: str, kind: type[_T], wanted: str, default: _T) -> _T:
@@ -179,7 +179,7 @@ class Fields:
         return default
 
     def token_ids(self, key: str) -> tuple[int, ...] | None:
-        """Return the token id or the list of token ids at a key as a tuple; None if it is missing or null."""
+        """Return the token ids at a key of the JSON object, an integer or a list; None if it is missing or null."""
         value = self.raw.get(key)
         if value is None:
             return None

@@ -130,7 +130,7 @@ class EagleHead:
     head: Head
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Return the states of T tokens, (T, width), computed from hidden states of the target model.
+        """Return the draft head's states of T tokens, (T, width), computed from the target model's hidden states.
 
         Args:
             tapped: (T, hidden size of the model) each: the inputs of a low, a middle and a high layer of the model.

@@ -20,7 +20,7 @@ class LayerHead(Protocol):
     """
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Return the states of T tokens, (T, width), computed from hidden states of the target model.
+        """Return the draft head's states of T tokens, (T, width), computed from the target model's hidden states.
 
         Args:
             tapped: (T, hidden size of the model) each: the inputs of the model's layers that the head reads.

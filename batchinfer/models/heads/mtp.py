@@ -89,7 +89,7 @@ class MtpHead:
     model: Decoder
 
     def input_states(self, tapped: Sequence[Tensor], hidden: Tensor) -> Tensor:
-        """Return the states of T tokens, (T, hidden), which are the model's hidden states after its final norm.
+        """Return the layer's states of T tokens, (T, hidden): the model's hidden states after its final norm.
 
         Args:
             tapped: Not used.

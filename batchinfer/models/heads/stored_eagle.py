@@ -71,7 +71,7 @@ class StoredEagle(StoredLayer):
 
     @property
     def spec(self) -> ModelSpec:
-        """Return the head as the spec of a model with one layer.
+        """Return the draft head as the spec of a model with one layer.
 
         Its vocabulary has the tokens that the head can propose.
         """

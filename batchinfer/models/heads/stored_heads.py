@@ -60,7 +60,7 @@ class StoredLayer(StoredHeads):
     @property
     @abstractmethod
     def spec(self) -> ModelSpec:
-        """Return the head as the spec of a model with one layer.
+        """Return the draft head as the spec of a model with one layer.
 
         Its vocabulary has the tokens that the head can propose.
         """

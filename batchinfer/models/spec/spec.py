@@ -319,7 +319,7 @@ class AttentionSpec:
         return "qkv" if self.kv_layer is None else "q"
 
     def linears(self, hidden: int) -> tuple[LinearSpec, ...]:
-        """Return the matrix products in the order of their computation.
+        """Return the matrix products of attention in the order of their computation.
 
         Args:
             hidden: The size of a hidden state.
@@ -395,13 +395,12 @@ class LatentAttentionSpec:
         return CacheSpec(1, self.head_dim, latent=True)
 
     def linears(self, hidden: int) -> tuple[LinearSpec, ...]:
-        """Return the matrix products in the order of their computation.
-
-        In the outputs of `kv_b`, k and v of each head are adjacent.
+        """Return the matrix products of attention in the order of their computation.
 
         Args:
             hidden: The size of a hidden state.
         """
+        # In the outputs of kv_b, k and v of each head are adjacent
         width = self.q_heads * self.q_dim
         if self.q_rank is None:
             q = [LinearSpec("q", hidden, (("q", width),))]
@@ -447,7 +446,7 @@ class FeedForwardSpec:
         return "gate_up" if self.gated else "up"
 
     def linears(self, hidden: int, start: str = "") -> tuple[LinearSpec, LinearSpec]:
-        """Return the matrix products in the order of their computation.
+        """Return the matrix products of the feed-forward half in the order of their computation.
 
         Args:
             hidden: The size of a hidden state.
@@ -517,7 +516,7 @@ class ExpertsSpec:
         return max(1, int(self.routing.chosen * each / self.routing.experts + 1e-9))
 
     def linears(self, hidden: int) -> Iterator[LinearSpec]:
-        """Yield the matrix products in the order of their computation.
+        """Yield the matrix products of router and experts in the order of their computation.
 
         Args:
             hidden: The size of a hidden state.
