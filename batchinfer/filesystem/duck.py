@@ -76,9 +76,8 @@ def _connect(settings: dict[str, str]) -> AbstractContextManager[duckdb.DuckDBPy
 def interruptible(database: duckdb.DuckDBPyConnection) -> Iterator[Watched]:
     """Let signals, such as Ctrl-C, interrupt the queries of a DuckDB database while the block runs.
 
-    DuckDB itself only checks for signals between its tasks, and a task of a large join may take hours. An
-    interrupted query ends at once, and Python's signal handlers run. Do not use this where signals are
-    deferred, because the query ends anyway.
+    DuckDB itself only checks for signals between its tasks, which may take hours. Do not use this where
+    signals are deferred: the signal would end the query at once.
 
     Yields:
         A function that returns the same kind of context manager for another database.

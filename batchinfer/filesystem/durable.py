@@ -47,8 +47,8 @@ class FileOps:
     def create(self, path: Path) -> int:
         """Create a file that must not exist yet, and return its file descriptor.
 
-        This protects folders that others may write to: a symbolic link with the same name could lead to any
-        file.
+        A symbolic link with this name is not followed but is an error, since another user may have created
+        it.
         """
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
@@ -159,9 +159,8 @@ class DurableFile:
     """A binary file for sequential writing.
 
     It has a temporary name until `commit()` makes it durable and renames it. It implements the part of
-    Python's file protocol that `pyarrow.parquet.ParquetWriter` needs. Every method raises StorageError. A
-    failed fsync is final: Linux may report the error once and drop the data, so the file is discarded and
-    never synced again. The caller may write the same content to a new file.
+    Python's file protocol that `pyarrow.parquet.ParquetWriter` needs. Every method raises StorageError. If an
+    fsync fails, the file is discarded. The caller may write the same content to a new file.
     """
 
     def __init__(self, path: Path, ops: FileOps, temporary: Path | None = None) -> None:
@@ -171,8 +170,7 @@ class DurableFile:
             path: The final name.
             ops: File operations.
             temporary: The temporary name; an existing file with this name is replaced. None: `path` with a
-                suffix, for folders that only batchinfer writes to. Elsewhere that could be someone else's
-                file, so pass a unique name.
+                fixed suffix. In folders that others write to, pass a unique name instead.
         """
         self.path = path
         self.temporary = temporary or path.with_name(path.name + TEMPORARY)
@@ -261,7 +259,7 @@ class DurableFile:
             with storage(self.path.parent, "fsync"):
                 self._ops.fsync_folder(self.path.parent)
         except BaseException:
-            self.abandon()
+            self.abandon()  # no second fsync: Linux may report the error only once and drop the data
             raise
         self.closed = True
         return digest
@@ -373,7 +371,7 @@ def json_text(value: object) -> bytes:
 def replace_bytes(path: Path, content: bytes, ops: FileOps) -> None:
     """Write a small file atomically: readers see the complete old or the complete new content.
 
-    Nothing is synced: after a power failure the old file may be back, or the file may be missing. Raises
+    Nothing is synced: after a power failure, the file may have its old content or be missing. Raises
     StorageError.
     """
     temporary = path.with_name(path.name + TEMPORARY)

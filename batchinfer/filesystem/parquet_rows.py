@@ -76,7 +76,6 @@ def _within(
 
 
 def _groups(found: pq.FileMetaData, start: int, stop: int) -> tuple[int, list[int]]:
-    """Return the row groups with rows of [start, stop), preceded by the number of their first row."""
     ends = np.cumsum([0, *(found.row_group(number).num_rows for number in range(found.num_row_groups))])
     groups = np.flatnonzero((ends[1:] > start) & (ends[:-1] < stop)).tolist()
     return int(ends[groups[0]]) if groups else 0, groups

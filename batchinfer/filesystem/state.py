@@ -83,7 +83,8 @@ class StateFolder:
 
         Args:
             results: The result folder.
-            root: The common root of the job's results. None: `results`.
+            root: The folder above all results of the job, if it has several. The state folder is next to it.
+                None: `results`.
             cache: The `cache.path` of the job. None: the store is in the state folder.
             ops: File operations.
         """
@@ -362,8 +363,8 @@ class StateFolder:
     def refuse_newer(self) -> None:
         """Raise StorageError if a newer version of batchinfer wrote the state folder. Nothing is written.
 
-        A missing or damaged `state.json` is accepted: it only has the format, and all files with answers have
-        theirs as well. StorageError is also raised if `state.json` cannot be read.
+        The version is read from `state.json`. A missing or damaged file is accepted; a failure of the disk
+        raises StorageError.
         """
         found = _format_of(self._marker)
         if found is not None and found > STATE_FORMAT:

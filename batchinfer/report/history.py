@@ -99,7 +99,7 @@ def history_sql(run: str) -> str:
 
 
 def why_unfit(run: PastRun) -> str | None:
-    """Return why the speed of a run says little, such as "a trial", or None if it can be compared."""
+    """Return why a run's speed is not compared with other runs, such as "a trial", or None if it can be."""
     if run.trial:
         return "a trial"
     if not run.tokens or run.total_tokens_per_s is None or run.engine_wall_s is None:
@@ -159,7 +159,7 @@ def _speed(run: PastRun, newest: PastRun) -> float:
 class Comparison:
     """The speed of the newest run of a job, compared with the median of earlier comparable runs.
 
-    Runs whose speed says little, such as trials, are not compared.
+    Runs with a reason from `why_unfit`, such as trials, are not compared.
 
     Attributes:
         run_id: The newest run that can be compared. None: there is none.

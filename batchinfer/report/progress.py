@@ -85,8 +85,7 @@ class _Work:
         output: The estimate of output tokens.
         more: True if more rows may follow.
         marks: Times in seconds with the work that was finished then, for the rate.
-        last_rate: The rate when the run began to stop. It is kept, because fewer and fewer rows run from then
-            on.
+        last_rate: The rate when the run began to stop, which is kept from then on.
     """
 
     phase: Phase

@@ -68,10 +68,8 @@ class Machine:
 
 @contextmanager
 def open_database() -> Iterator[Any]:
-    """Open an in-memory DuckDB connection for all report tables of a run.
-
-    One connection is shared, because opening it takes longer than all sums of a short run.
-    """
+    """Open an in-memory DuckDB connection for all report tables of a run."""
+    # Opening a connection takes longer than all sums of a short run, so the tables share one
     config: dict[str, str | bool | int | float | list[str]] = {
         "threads": 2,
         "temp_directory": "",

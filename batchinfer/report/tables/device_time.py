@@ -60,8 +60,6 @@ class StepCounts:
     def plus(self, tokens: Floats) -> StepCounts:
         """Return the amounts of work with more query tokens in each step. Only `tokens` changes.
 
-        Attention of padding and recomputed tokens is not recorded.
-
         Args:
             tokens: [steps], the number of tokens to add.
         """

@@ -37,10 +37,8 @@ _UNKNOWN_MACHINE = Machine()
 class Meter:
     """Records the steps and requests of a run, and writes its report tables.
 
-    The time between the death of an engine and its restart counts neither as computing nor as idle. With
-    several replicas, total times are means over replicas, and a replica that ends early counts as idle until
-    the last one ends. The tables appear in the folder at `finish`. A context manager, which removes
-    unfinished tables.
+    With several replicas, total times are means over replicas. The tables appear in the folder at `finish`. A
+    context manager, which removes unfinished tables.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ def percentiles(
 ) -> dict[str, list[float | None]]:
     """Return percentiles of the latencies queue, ttft, tpot, latency and itl in seconds, by name.
 
-    Percentiles are interpolated, except itl (inter-token latency), which weights each step by its decoded
-    tokens. A column takes 8 bytes of memory per value.
+    Percentiles are interpolated, except those of itl (inter-token latency). For itl, the interval of a step
+    counts once per token that the step decoded.
 
     Args:
         database: A DuckDB connection.

@@ -73,7 +73,8 @@ class PrefixNodes:
         self._each: Floats | None = None
 
     def names(self, places: Floats) -> pa.Array:
-        """Return, for each request, the number of its longest shared prefix, or null if it shares none.
+        """Return, for each request, the number of the longest prefix that it shares, or null if it shares
+        none.
 
         Args:
             places: The position of each request from `PrefixTree.add`, or NOWHERE.
@@ -106,7 +107,8 @@ class PrefixNodes:
     def shared(self, requests: Columns, seconds: Floats) -> Floats:
         """Return the device time of each request's prompt if the cost of shared prefixes is split evenly.
 
-        Otherwise the first request with a prefix would bear its whole cost. Shape: [requests].
+        All requests with a prefix bear the same part of its cost, whichever of them computed it. Shape:
+        [requests].
 
         Args:
             requests: Columns of the report table `requests`, and `place`.

@@ -82,8 +82,6 @@ class LabelledResult:
 def compare_accuracy(database: Any, a: LabelledResult, b: LabelledResult) -> AccuracyDiff | None:
     """Compare how many answers of two results are right. Return None if A or B has no expected answers.
 
-    The database only stores a key, a hash and a grade per row, and can spill them.
-
     Args:
         database: A DuckDB connection with the views of both results.
         a: The first result.

@@ -43,11 +43,13 @@ class Labels:
 
     @property
     def are_useful(self) -> bool:
-        """Return True if the values are labels: at most 50 distinct ones, on average in two or more rows."""
+        """Return True if the values are labels: at most 50 distinct ones, each in two or more rows on
+        average.
+        """
         return self.few and self._rows >= ROWS_PER_LABEL * len(self._texts) > 0
 
     def of(self, value: Any) -> str | None:
-        """Return the label that equals a value after normalisation, in its first spelling, or None."""
+        """Return the label that equals a value after normalisation, as spelled first. None: there is none."""
         text = _label_text(value)
         return None if text is None else self._texts.get(self._key(text))
 

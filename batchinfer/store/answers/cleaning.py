@@ -80,8 +80,8 @@ class Keep:
 
     Attributes:
         days: Days to keep a completion after its last use by `job`, and after its commit. None: forever.
-        job: Folder of the results of the job that `days` belongs to. For other jobs, the days that they
-            stored with their uses count.
+        job: The result folder of the job that sets `days`. Uses by other jobs count for the number of days
+            that those jobs recorded.
         now: The current Unix time.
     """
 
@@ -90,13 +90,13 @@ class Keep:
     now: float = field(default_factory=time.time)
 
     def cutoff(self, user: User | None) -> float:
-        """Return the Unix time after which a use of a completion protects it from removal.
+        """Return a Unix time: the store keeps the completions that were used after this time.
 
         It is 0 if completions are kept forever.
 
         Args:
-            user: The result that uses the completion. None: return the time after which the commit of a
-                completion protects it.
+            user: The result that used the completions. None: the store keeps the completions that were
+                committed after the returned time.
         """
         days = self.days if user is None or user.job == self.job else user.keep
         return 0.0 if days is None else max(self.now - days * _DAY_S, 0.0)

@@ -208,8 +208,7 @@ class CompletionStore:
     def refresh(self) -> None:
         """Add the parts that other runs committed since the store was opened.
 
-        After this call, the first completion of each key is final: parts that are committed later come after
-        all existing parts.
+        Parts that are committed after this call come after all existing parts.
 
         Raises:
             StorageError: A part was damaged since it was opened.
@@ -282,7 +281,7 @@ def read_records(
         path: The folder of the store.
         verify: Read all parts in full, and compare their sha256 with the records.
         digests: Compare the sha256 as well, but use cached digests of unchanged files.
-        known: Records that were read before and need not be read again. A record never changes.
+        known: Commit records that were read before, by part. They are not read again.
 
     Raises:
         StorageError: A record has a newer format, or the disk fails.

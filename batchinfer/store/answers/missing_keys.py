@@ -25,7 +25,7 @@ _NONE = np.empty(0, np.uint64)
 class MissingKeys:
     """Counts the distinct work keys passed to `add` that have no stored answer.
 
-    Counting stops at a maximum. A run uses it while it reads rows, long before there is a plan.
+    Counting stops at a maximum.
     """
 
     def __init__(self, parts: Sequence[Path], most: int, retry_errors: bool = False) -> None:

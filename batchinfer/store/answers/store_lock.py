@@ -20,9 +20,8 @@ _LONGEST = 64  # maximum bytes of the content of the order lock
 class PartOrder:
     """The number of the newest part of the store, cached in the file order.lock.
 
-    With it, a commit need not list the folder to number a new part: a store of ten million answers has twenty
-    thousand files. The file also has the modification time of the folder. If that has changed, a part was
-    added without updating the file, and the number is unknown.
+    A commit uses it to number a new part without listing the folder. It is invalid if the folder changed
+    without an update of order.lock.
     """
 
     def __init__(self, store: Path, fd: int) -> None:
@@ -69,7 +68,8 @@ class StoreLock:
     def share(self) -> None:
         """Wait for a shared lock on the store. While it is held, no process removes files from the store.
 
-        If this process held the exclusive lock, another process may hold it before this method returns.
+        An exclusive lock of this process is released first, so other processes may change the store in
+        between.
         """
         with storage(self._path, "lock"):
             fcntl.flock(self._fd, fcntl.LOCK_SH)

@@ -72,7 +72,7 @@ class Uses:
     """The recorded uses of a store's completions by results. They determine how long a completion is kept.
 
     Attributes:
-        times: By part name and result: an array with the Unix time of the last use of each row; 0 is never.
+        times: The Unix time of the last use of each row of a part, by part name and result. 0: never used.
         files: The files that the uses were read from.
         unreadable: Files that cannot be read, with their modification time as Unix time.
     """
@@ -124,9 +124,8 @@ class Uses:
     def renew(self) -> Uses:
         """Return the uses, updated by results that were later found published and unchanged.
 
-        A run that finds its result unchanged writes no new uses, but only touches the result's marker. The
-        rows that the result used at its last publish therefore count as used at the modification time of the
-        marker.
+        A run that finds its result unchanged only touches the result's marker file. The rows that the result
+        used when it was published then count as used at the modification time of the marker.
         """
         newest: dict[tuple[str, str], int] = {}
         for users in self.times.values():
@@ -220,8 +219,8 @@ def use_files(store: Path) -> list[Path]:
 def read_uses(store: Path) -> Uses:
     """Return all recorded uses of a store's completions. Raises StorageError if the disk fails.
 
-    A damaged file is logged and listed as unreadable. If markers of a job's results were removed, these
-    results are combined into one with the marker "".
+    A damaged file is logged and listed as unreadable. Results of a job whose marker files were removed are
+    combined into one with the marker "".
     """
     times: dict[str, dict[User, Times]] = {}
     files, unreadable = [], {}

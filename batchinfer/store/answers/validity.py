@@ -16,8 +16,7 @@ INVALID = (
 def is_invalid(completion: Completion) -> bool:
     """Return True if an answer was cut off, repeated itself, or does not match its constraint.
 
-    Such a row gets another attempt, if the job defines other sampling parameters for it. Other errors are not
-    invalid answers: another attempt would not help, or they may not occur again.
+    Such a row gets another attempt if the job defines one. Other errors are not invalid answers.
     """
     if completion.error is not None:
         return completion.error.code in TEXT_IS_KEPT

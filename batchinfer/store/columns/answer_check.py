@@ -104,7 +104,8 @@ class AnswerCheck:
         Args:
             completions: Answers that are JSON or that call tools.
             marks: The tokens that begin and end the reasoning before the answer, by work key.
-            calling: The work keys of answers that call tools. Only repeated names are checked in their JSON.
+            calling: The work keys of answers that call tools. They are not checked against the result
+                columns.
         """
         ids = [_answer(c, (marks or {}).get(c.key)) for c in completions]
         return [

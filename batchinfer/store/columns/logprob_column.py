@@ -65,8 +65,8 @@ def logprob_column(matched: pa.Table, answered: NDArray[np.bool_], detokenizer: 
 def logprob_entries(table: pa.Table, column: str = COLUMN) -> Places:
     """Return the number of log-probabilities in each row of a result table, with shape [rows].
 
-    The tokens of answers and the top tokens at their positions all count. If the table has no such column,
-    all numbers are 0.
+    Each token of an answer counts, and each of the most likely tokens at its position. If the table has no
+    such column, all numbers are 0.
 
     Args:
         table: Rows of a result, with one answer or a list of answers each.

@@ -19,8 +19,8 @@ _KEY = "classify.calibrate"
 def content_free_row(job: Job, column: str | None) -> RowBatch | None:
     """Return an input row with a placeholder text in each column that the prompt reads.
 
-    The probabilities of its labels calibrate the labels of all rows. Return None if the job does not
-    calibrate.
+    The label probabilities of this row calibrate the labels of all rows. Return None if the job does not
+    calibrate labels.
 
     Args:
         job: The job.

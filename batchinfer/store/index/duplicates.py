@@ -39,8 +39,8 @@ _OF_ATTEMPTS = re.compile(r"(key|params|expected_tokens)_\d+")  # columns of lat
 class EqualRows:
     """Turns rows with repeated custom ids into errors, and gives equal sampled rows different work keys.
 
-    Equal sampled rows have the same prompt and parameters, but need different answers. The rows of an index
-    are processed in steps, while more parts are written.
+    Equal sampled rows have the same prompt and parameters, but need different answers. `settle` processes the
+    new parts of an index while later parts are still written.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class EqualRows:
     def skip_parts(self, parts: int) -> None:
         """Skip the first `parts` parts of the index, such as parts reused from the last run.
 
-        No sampled row may equal one of their rows.
+        The caller guarantees that no sampled row in later parts equals a row in these parts.
         """
         self._settled, self._kept = parts, []
 

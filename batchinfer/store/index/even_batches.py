@@ -18,8 +18,7 @@ MOST_ROWS, _MOST_BYTES = 16 * BATCH_ROWS, 4 << 20  # of a batch that combines se
 class EvenBatches:
     """Combines rows into batches of BATCH_ROWS rows or a multiple, and passes the batches to a PartWriter.
 
-    So the bytes of a Parquet file do not depend on how many rows arrive at a time. A batch is larger than
-    BATCH_ROWS if all columns are narrow and its texts are short.
+    The bytes of a Parquet file thus do not depend on how many rows arrive at a time.
     """
 
     def __init__(self, writer: PartWriter, schema: pa.Schema) -> None:

@@ -191,9 +191,9 @@ class Index(RequestedOutputs):
         known_rows: Number of rows without tokens, because their answers were stored when the input was read.
         samples: True if consecutive rows may belong to the same input row.
         expected: The passthrough column with the expected answers.
-        best: How many samples are published, and how. None: all, a row each.
+        best: How many samples are published, and how. None: all samples, with one result row per sample.
         engine_class: True if the result has a column for the machine class of each answer.
-        reused: The first rows, reused from the last run. Empty for an index that was opened.
+        reused: The first rows, reused from the last run. Empty for an index from `open`.
         segments: The segments that the next run can reuse once the rows are published.
     """
 

@@ -133,7 +133,7 @@ def index_or_ingestion(
 def job_files(job: Job, scratch: Path) -> list[InputFile]:
     """Return the job's input files. If the input is a SQL query, run it and return the file with its result.
 
-    The query runs again at every start: an interrupted job must not publish rows of an earlier day.
+    The query also runs when an interrupted job is resumed.
 
     Args:
         job: The job.
@@ -228,7 +228,7 @@ class Ingestion:
 
     @property
     def is_final(self) -> bool:
-        """Return True if the index rows so far are final, whatever is read later. `cut` requires this."""
+        """Return True if later input cannot change the index rows so far. `cut` requires this."""
         # The prompt without content is read last, and its answer calibrates all labels
         whole = self.job.classify.content_free is None
         # Types inferred from all rows may differ from the types of reused rows, which are then read again
@@ -289,8 +289,8 @@ class Ingestion:
     def settle(self, rows: RowsSoFar) -> RowsSoFar:
         """Turn rows with repeated custom ids into errors, and give equal sampled rows different work keys.
 
-        Call it for the result of each `cut`, in this order. It may run in another thread while the input is
-        read.
+        Call it for the result of each `cut`, in the order of the cuts. It may run in another thread while the
+        input is read.
 
         Args:
             rows: The rows from `cut`.

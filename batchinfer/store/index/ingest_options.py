@@ -67,7 +67,7 @@ class IngestOptions:
 
     @property
     def room(self) -> int:
-        """Return how many tokens must fit after a prompt at least: 1 for an answer of tokens, else 0."""
+        """Return the number of tokens that must fit after a prompt: 1 if answers are tokens, else 0."""
         return 1 if self.output == "tokens" else 0
 
     def calls(self, job: Job, has_tools: bool) -> tuple[CallStyle | None, bool]:
@@ -78,8 +78,8 @@ class IngestOptions:
             has_tools: True if a row has tools. For OpenAI files this is known only after they were read.
 
         Returns:
-            The style of calls, or None if the result has no column for calls. Then True if rows have tools
-            although the style is unknown, so their calls are not parsed.
+            (style, unparsed). `style` is None if the result has no column for calls. `unparsed` is True if
+            rows have tools, but the style is unknown, so that calls are not parsed.
         """
         prompt, style = job.prompting, self.asked.tool_calls
         if style is None:

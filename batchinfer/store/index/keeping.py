@@ -83,7 +83,7 @@ class RowsToKeep:
     Attributes:
         spec: How rows are prepared.
         material: Further settings that determine a prepared row, as text.
-        shape: Settings that determine the index rows made from it, as text.
+        shape: Settings that determine the index rows made from a prepared row, as text.
         files: The input files.
         taking: The folders for index parts and passthrough parts of reused segments. None: no segment is
             reused.
@@ -270,8 +270,8 @@ class KeptIndex:
         Args:
             reader: Reads the input.
             columns: The columns to decode, or None for all.
-            typed: True if passthrough columns take their types and values from the file. It is then read even
-                if it is unchanged.
+            typed: True if passthrough columns take their types and values from the file. Unchanged files are
+                then read as well.
         """
         reader.complete, reader_sha256 = True, reader.sha256
         reused = [one for segment in self._reused_segments for one in segment.files]

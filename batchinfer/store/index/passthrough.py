@@ -107,7 +107,7 @@ class JsonSpool:
 
     @property
     def fits(self) -> bool:
-        """Return True if the columns of reused rows, already written, have the types that all rows need."""
+        """Return True if the columns written for reused rows have the types that all rows together need."""
         there = self._reused.carried
         return not there or pq.read_schema(there[0]).remove_metadata().equals(self._full)
 

@@ -42,8 +42,8 @@ class RequestedOutputs:
         answers: The schema of JSON answers. None: the result has no columns for fields of the answers.
         logprobs: Maximum number of log-probabilities per token that a row requests. None: no column for them.
         prompt_logprobs: True if the result has a column for log-probabilities of prompts.
-        confidence: The possible answers, if the result has a column of confidence. (): the fields of
-            `answers` list them. None: no such column.
+        confidence: The possible answers, for the column `confidence`. Empty: the schema in `answers` lists
+            the possible values of fields. None: the result has no such column.
         reasoning: How the model marks reasoning. None: the result has no columns for reasoning.
         tool_calls: How the model writes tool calls. None: the result has no column for tool calls.
         embedding: How vectors are computed. None: no row requests a vector.

@@ -52,8 +52,7 @@ def name_rows(
 def try_name_rows(index_parts: Sequence[Path], keys: Sequence[bytes], spill: Path, attempts: int = 1) -> str:
     """Return text that names the input rows with some work keys, or the reason that it is not possible.
 
-    It raises no StorageError or OutOfMemory: the message about a failed engine must be shown in any case.
-    `name_rows` documents the arguments.
+    StorageError and OutOfMemory are not raised but returned as text. `name_rows` documents the arguments.
     """
     try:
         return name_rows(index_parts, keys, spill, attempts)

@@ -19,8 +19,7 @@ TOKEN_BYTES = 4
 class TokenStore:
     """Reads prompts from the file with the token ids of all prompts of a job.
 
-    The file is not memory-mapped: mapped pages would count as memory of this process, and an error of the
-    disk would kill it.
+    The file is not memory-mapped, since an error of the disk would then kill the process.
     """
 
     def __init__(self, path: Path) -> None:

@@ -207,10 +207,7 @@ def replace_marker(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
 
 @contextmanager
 def lock_marker(kept: Path) -> Iterator[None]:
-    """Hold the lock for kept.json and whole.json in the folder of the kept index while the block runs.
-
-    A run that replaces such a file reads the old content first, so runs must take turns.
-    """
+    """Hold the lock for kept.json and whole.json in the folder of the kept index while the block runs."""
     with storage(kept, "lock"):
         fd = os.open(kept, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -117,7 +117,7 @@ class FinishedMarker:
         return cls(value["identity"], segments, tuple(value["seen"]))
 
     def leading(self, folders: Sequence[str]) -> list[FinishedSegment]:
-        """Return the records of the leading segments in row order, up to the first unfinished segment.
+        """Return the records of the segments before the first unfinished segment, in row order.
 
         Args:
             folders: The folders of the segments of the kept index, in row order.

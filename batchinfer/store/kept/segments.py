@@ -63,8 +63,8 @@ def count_unchanged(
 def count_reused(sizes: Sequence[int], rest: int) -> int:
     """Return how many of the unchanged leading segments of the kept index a run reuses.
 
-    If there would be too many segments, the last ones are read again together with the new files, except
-    segments that are much larger than these files.
+    All are reused unless there are too many segments. Then the last ones are merged: the run reads their
+    files again, together with the new files.
 
     Args:
         sizes: The input bytes of each unchanged segment.

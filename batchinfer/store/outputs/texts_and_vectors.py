@@ -32,8 +32,7 @@ _VECTORS = VectorsKind()
 class TextsAndVectorsKind(TokensKind):
     """Answers to OpenAI requests: texts, or vectors for embeddings requests.
 
-    `OutputKind` documents the methods. It has the same name as the kind of texts, because its text answers
-    are the same.
+    `OutputKind` documents the methods.
     """
 
     def read(self, requested: RequestedOutputs) -> pa.Schema:

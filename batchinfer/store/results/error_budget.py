@@ -31,10 +31,8 @@ class Budget:
 
     @property
     def allowed(self) -> int:
-        """Return the maximum number of error rows.
-
-        It is computed with fractions, because 100 × 0.29 is 28.99… in floats.
-        """
+        """Return the maximum number of error rows."""
+        # With floats, 100 * 0.29 is 28.99…
         return int(self.rows * Fraction(str(self.max_error_rate)))
 
     def exceeded(self, errors: int) -> bool:

@@ -17,7 +17,7 @@ _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 def find_state(results: Path) -> StateFolder:
-    """Return the state folder of a result folder, without the job file. Its store is the one of the last run.
+    """Find the state folder of a result folder without a job file. Its store is the store of the last run.
 
     If several state folders are possible, one with a subfolder for this result is preferred. If none exists,
     the returned one is next to the result.

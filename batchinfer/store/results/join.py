@@ -63,7 +63,8 @@ class Join:
         positions: The positions of the completions, ascending. Rows with equal keys have the same position.
         rows: The row of the index for each position. Rows without a completion are left out.
         counts: Numbers of rows and error rows.
-        attempts: The attempt of each index row's completion, from 1. None: the job has no ladder.
+        attempts: For each index row, the number of the attempt that gave its completion, from 1. None: the
+            job has no ladder.
         others: Positions of completions that were not chosen, because another attempt was.
         failed: Rows of the index whose completion is an error, ascending.
         again: A boolean per row in `failed`: True if the error is retryable.
@@ -146,7 +147,8 @@ def join_answers(
         attempts: Maximum attempts per row. A row that needs a further attempt has no completion.
         reused: The first rows of the index, with the positions that the last run recorded. Only rows with
             errors are looked up again.
-        without: Parts of the store without completions of other rows. They are not read if they come first.
+        without: Parts of the store that have no completion of a row outside `reused`. They are not read if
+            they are the first parts.
         memory_limit: Memory of DuckDB, in addition to the returned arrays. None: `working_memory`.
         threads: Threads of DuckDB.
         watched: Makes queries interruptible, see `duck.connection`.

@@ -127,9 +127,8 @@ class _FileState:
 class OutputFile:
     """An output file of a job that an option of the command line names, such as an OpenAI batch file.
 
-    `check` changes nothing; `probe` and `writing` require the lock of the result. Runs for other results of
-    the job (other dates, trials) may write at the same time, even to the same path. Each run uses a temporary
-    file of its own. Runs take turns to rename it and to update the shared list of written files.
+    `probe` and `writing` require the lock of the result. Runs for other results of the job (other dates,
+    trials) may write to the same path at the same time.
     """
 
     def __init__(

@@ -80,8 +80,8 @@ def wall_s(row: Row) -> float:
 def host_s(row: Row) -> float | None:
     """Return the seconds that the host spent on a run, given its row of the run table, or None if unknown.
 
-    They are the time of the engine, minus the time of the device and of waiting for rows, plus `other_s`: the
-    time outside of all phases.
+    The result is `engine_s` - `model_s` - `waited_s` + `other_s`: the time of engines, without device time
+    and waiting for rows, plus the time outside of all phases.
     """
     rest = row["engine_s"]
     if rest is not None:

@@ -33,7 +33,7 @@ class KeySet:
     def has(self, keys: NDArray[np.void]) -> NDArray[np.bool_]:
         """Return a boolean per work key: True if it is in the set.
 
-        Two keys in the set with the same first 8 bytes are improbable. Of these, only the first is found.
+        If two keys in the set have the same first 8 bytes, which is improbable, only the first one is found.
         """
         words = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, KEY_WORDS)
         if not len(self._firsts):

@@ -36,7 +36,7 @@ class LastResult:
     def of(cls, files: Sequence[Path]) -> LastResult | None:
         """Return the result in these files, or None if its texts cannot serve as drafts.
 
-        They can if the result has one text and a custom_id column per input row.
+        They can if the result has the columns of texts and custom_ids, with one text per input row.
         """
         if not files:
             return None

@@ -41,7 +41,7 @@ class ReusedPositions:
         return np.where(found >= 0, found, self.places)
 
     def is_unchanged(self, places: Numbers) -> bool:
-        """Return True if no reused row with an error has another completion than recorded.
+        """Return True if every reused row with an error still has its recorded completion.
 
         Args:
             places: The current position of each reused row's answer.
