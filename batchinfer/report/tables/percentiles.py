@@ -23,8 +23,8 @@ def percentiles(
 ) -> dict[str, list[float | None]]:
     """Return percentiles of the latencies queue, ttft, tpot, latency and itl in seconds, by name.
 
-    Percentiles are interpolated, except those of itl (inter-token latency). For itl, the interval of a step
-    counts once per token that the step decoded.
+    Percentiles are interpolated, except for itl (inter-token latency): each step counts once per token
+    that it decoded.
 
     Args:
         database: A DuckDB connection.

@@ -73,8 +73,7 @@ class PrefixNodes:
         self._each: Floats | None = None
 
     def names(self, places: Floats) -> pa.Array:
-        """Return, for each request, the number of the longest prefix that it shares, or null if it shares
-        none.
+        """Return the number of the longest prefix that each request shares, or null if it shares none.
 
         Args:
             places: The position of each request from `PrefixTree.add`, or NOWHERE.

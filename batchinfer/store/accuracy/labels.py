@@ -43,9 +43,7 @@ class Labels:
 
     @property
     def are_useful(self) -> bool:
-        """Return True if the values are labels: at most 50 distinct ones, each in two or more rows on
-        average.
-        """
+        """Return True if the values are labels: at most 50, each in at least two rows on average."""
         return self.few and self._rows >= ROWS_PER_LABEL * len(self._texts) > 0
 
     def of(self, value: Any) -> str | None:
