@@ -155,7 +155,7 @@ class EarlierProposals:
 
 
 def earlier_proposals(folder: Path) -> EarlierProposals | None:
-    """Return the numbers of draft tokens in the newest run, or None if there is no run, or it had none.
+    """Return the numbers of draft tokens in the newest run. None: there is no run, or it had no draft tokens.
 
     Args:
         folder: The folder of report tables.

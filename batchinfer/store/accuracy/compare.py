@@ -21,7 +21,7 @@ _GRADED = pa.schema([("row_id", pa.int64()), ("grade", pa.int8())])
 
 @dataclass(frozen=True, slots=True)
 class RightRows:
-    """Counts of rows with a right answer in result A, in result B or in both, and McNemar's test for A and B.
+    """Counts of the right answers in two results A and B, and McNemar's test of their difference.
 
     Attributes:
         both: Rows that are right in both results.

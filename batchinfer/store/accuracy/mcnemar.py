@@ -12,9 +12,8 @@ SIGNIFICANT = 0.05
 def mcnemar(b: int, c: int) -> float:
     """Return the two-sided p-value of McNemar's test for two methods that answered the same rows.
 
-    The test is exact: if both methods are right equally often, b is binomial in b + c rows with probability
-    1/2 (Dietterich 1998; Agresti 2013, 11.1). Above 100,000 rows it is the chi-square test with Edwards'
-    correction (1948).
+    Up to 100,000 rows it is the exact binomial test, above it is the chi-square test with Edwards' correction
+    (1948). Sources: Dietterich 1998; Agresti 2013, 11.1.
 
     Args:
         b: Number of rows that only the first method has right.

@@ -90,8 +90,8 @@ class Discarded:
 class CompletionStore:
     """The store of a job's answers, open for appending. A context manager.
 
-    Opening it leaves out damaged parts, which differ from their commit record in size or sha256, and lists
-    them in `discarded`. Their files are removed if no other process uses the store.
+    Damaged parts are left out and listed in `discarded`: their size or sha256 differs from the commit record.
+    Their files are removed unless another process uses the store.
     """
 
     def __init__(

@@ -176,8 +176,8 @@ def new_folder(kept: Path, ops: FileOps) -> Path:
 def replace_marker(kept: Path, marker: KeptMarker, ops: FileOps) -> None:
     """Replace the kept index of a job by the segments of `marker`, and remove unused segments.
 
-    Runs of the job that end at the same time take turns. If another run has removed a segment of `marker`,
-    the kept index stays as it is, and the new segments of this run are removed.
+    If another run has removed a segment of `marker`, the kept index stays as it is. The new segments of this
+    run are then removed.
 
     Args:
         kept: The folder of the kept index.

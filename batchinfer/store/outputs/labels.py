@@ -94,8 +94,8 @@ def label_probabilities(
     """Return the probabilities of the labels of each row: a softmax over the log-probabilities of its labels.
 
     The log-probability of a label is the sum over its tokens, or their mean with length normalisation. With a
-    prior, each probability is first divided by the label's prior (contextual calibration, Zhao et al. 2021:
-    https://arxiv.org/abs/2102.09690).
+    prior, each probability is divided by the label's prior before they are normalised (contextual
+    calibration, Zhao et al. 2021: https://arxiv.org/abs/2102.09690).
 
     Args:
         logprobs: Log-probabilities of the tokens of all labels of all rows.

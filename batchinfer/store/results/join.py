@@ -145,8 +145,7 @@ def join_answers(
         completion_parts: Parts of the store.
         spill: Folder for data that exceeds `memory_limit`.
         attempts: Maximum attempts per row. A row that needs a further attempt has no completion.
-        reused: The first rows of the index, with the positions that the last run recorded. Only rows with
-            errors are looked up again.
+        reused: The first rows of the index, with recorded positions. Only error rows are looked up again.
         without: Parts of the store that have no completion of a row outside `reused`. They are not read if
             they are the first parts.
         memory_limit: Memory of DuckDB, in addition to the returned arrays. None: `working_memory`.

@@ -80,8 +80,7 @@ def wall_s(row: Row) -> float:
 def host_s(row: Row) -> float | None:
     """Return the seconds that the host spent on a run, given its row of the run table, or None if unknown.
 
-    The result is `engine_s` - `model_s` - `waited_s` + `other_s`: the time of engines, without device time
-    and waiting for rows, plus the time outside of all phases.
+    It is `engine_s` - `model_s` - `waited_s` + `other_s`, which are columns of the run table.
     """
     rest = row["engine_s"]
     if rest is not None:

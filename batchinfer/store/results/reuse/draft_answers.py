@@ -27,9 +27,8 @@ _ROWS_READ = 4096
 class DraftRequests:
     """Derives requests to a draft model from requests to the target model.
 
-    The answers of the draft model are used as drafts. A greedy request has the same work key as in a job
-    whose model is the draft model. A sampled request uses the random draws of the original request, so the
-    two models agree as often as possible.
+    The answers of the draft model are used as drafts. A sampled request uses the random draws of the original
+    request, so that both models often sample the same token.
     """
 
     def __init__(self, context: bytes, longest: int, vocab: int) -> None:
