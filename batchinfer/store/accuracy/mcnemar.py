@@ -12,8 +12,8 @@ SIGNIFICANT = 0.05
 def mcnemar(b: int, c: int) -> float:
     """Return the two-sided p-value of McNemar's test for two methods that answered the same rows.
 
-    Up to 100,000 rows it is the exact binomial test, above it is the chi-square test with Edwards' correction
-    (1948). Sources: Dietterich 1998; Agresti 2013, 11.1.
+    If b + c is at most 100,000, it is the exact binomial test. Otherwise it is the chi-square test with Edwards'
+    correction (1948). Sources: Dietterich 1998; Agresti 2013, 11.1.
 
     Args:
         b: Number of rows that only the first method has right.
