@@ -627,6 +627,5 @@ def _fixed_part(path: str) -> str:
 
 
 def _may_match_results(glob: str) -> bool:
-    """Return True if a glob may match names that end in .parquet. False for a glob such as *.jsonl."""
     ending = re.search(r"\.[A-Za-z0-9]+$", glob)
     return ending is None or ending[0].lower() == ".parquet"

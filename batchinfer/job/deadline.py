@@ -55,13 +55,10 @@ class StopTime:
 
 
 def next_moment(text: str, now: datetime) -> datetime:
-    """Return the moment that a text means.
-
-    A time of day (HH:MM) means its next occurrence by the machine's clock. When clocks are set back, an hour occurs
-    twice; the next of the two moments counts. A timestamp without a zone is local.
+    """Return the moment that a text means. A time of day (HH:MM) means its next occurrence.
 
     Args:
-        text: A time of day (HH:MM) or a timestamp.
+        text: A time of day (HH:MM) by the machine's clock, or a timestamp. A timestamp without a zone is local.
         now: The current time, with a time zone.
 
     Raises:

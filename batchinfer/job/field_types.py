@@ -176,12 +176,10 @@ def _size(value: object) -> object:
 
 
 def _pairs(value: object) -> object:
-    """Convert [max_tokens] or {temperature: temp_col} to pairs of a parameter and its column. Raises ValueError."""
     return _checked_pairs(value, _check_parameter)
 
 
 def _argument_pairs(value: object) -> object:
-    """Convert [enable_thinking] or {enable_thinking: think_col} to pairs of an argument and its column."""
     return _checked_pairs(value, _check_argument)
 
 
@@ -353,7 +351,7 @@ def _deadline(text: str) -> str:
 
 
 def bounded(name: str) -> Any:
-    """Return the valid range of a sampling parameter as a pydantic annotation, for the type of its field.
+    """Return a pydantic annotation for the type of a sampling parameter's field, with the parameter's valid range.
 
     Args:
         name: The name of the parameter.

@@ -43,9 +43,9 @@ class JobFile:
         path: The file.
         values: The values by section.
         places: The line or --set option that set each value, by location.
-        mistakes: Mistakes found until now.
+        mistakes: The mistakes found while reading the file.
         broken: The locations of values with a known mistake. Further mistakes of these values are not reported.
-        dated: The texts that contain ${date}, by location. Each ${date} is replaced by the character HOLE.
+        dated: The texts that contain ${date}, by location. The character HOLE stands for each ${date}.
     """
 
     path: Path
@@ -65,7 +65,7 @@ class JobFile:
         return {dotted(loc): place.line for loc, place in self.places.items() if place.line and _is_key(loc)}
 
     def mistake(self, finding: Finding) -> Mistake:
-        """Convert a finding to a Mistake, whose message names the line or the `--set` option that set the value."""
+        """Convert a finding to a Mistake for users, which names the line or the `--set` option that set the value."""
         place = self.place(finding.loc)
         where = dotted(finding.loc)
         if place.override is None:
@@ -74,7 +74,7 @@ class JobFile:
         return Mistake(f"--set {dotted(place.override)}", inner + finding.message, None, finding.hint)
 
     def without_lines(self) -> JobFile:
-        """Return a copy of the job file in which values and mistakes have no lines, for values from a mapping."""
+        """Return a copy of the job file in which values and mistakes have no line numbers."""
         places = {loc: replace(place, line=None, text_line=None) for loc, place in self.places.items()}
         return replace(self, places=places, mistakes=tuple(replace(one, line=None) for one in self.mistakes))
 
@@ -94,7 +94,10 @@ def _is_key(loc: Loc) -> bool:
 
 
 def dotted(loc: Iterable[str | int]) -> str:
-    """Return the dotted name of a location: ("output", "columns", 1) is `output.columns`. Unusual keys are quoted."""
+    """Return the keys of a location, joined by dots: ("output", "columns", 1) is `output.columns`.
+
+    Unusual keys are quoted.
+    """
     names = (part for part in loc if isinstance(part, str))
     return ".".join(name if re.fullmatch(r"[\w-]{1,60}", name) else shorten(name) for name in names)
 
@@ -124,13 +127,14 @@ def read_job_values(
 ) -> JobFile:
     """Convert a mapping of sections as if it were the content of a job file, and apply the overrides.
 
-    Values have no lines.
-
     Args:
         path: A name for the mapping in messages. Relative paths start from its folder.
         given: The values by section.
         overrides: Pairs of a dotted key and YAML text, as for `--set`.
         variables: The values of variables such as ${date} in texts.
+
+    Returns:
+        The values. They have no line numbers.
 
     Raises:
         JobFileError: A value is invalid, or cannot be in a job file.

@@ -69,7 +69,7 @@ Ladder = Annotated[
 def ladder_findings(ladder: Sequence[Rung], params: SamplingParams, alike: bool) -> Iterator[Finding]:
     """Find mistakes in `on_invalid`, the changed sampling parameters of the further attempts at a row.
 
-    A mistake is an attempt without effect, because it equals an earlier one, or one with contradictory parameters.
+    An attempt must differ from all earlier ones, and its parameters must not contradict each other.
 
     Args:
         ladder: The changed parameters of each further attempt.

@@ -49,9 +49,9 @@ def results_root(text: str, folder: Path, job: str) -> Path:
     """Return the result folder of a job without its ${date}, for example "answers" for "answers/${date}".
 
     Args:
-        text: The `output.path`, with the character HOLE in place of each ${date}.
+        text: The `output.path`, in which the character HOLE stands for each ${date}.
         folder: The folder that relative paths start from.
-        job: The name of the job, which names the folder if the path is only a date.
+        job: The name of the job. It becomes the folder's name if nothing of the path is left.
     """
     parts = [rest for part in PurePath(os.path.normpath(text)).parts if (rest := _closed(part))]
     if all(part in ("..", os.sep, os.sep * 2) for part in parts):

@@ -159,13 +159,13 @@ class SamplingSection(Section):
     def params(self) -> SamplingParams:
         """Return the sampling parameters of a row that sets none itself.
 
-        With `max_tokens: fit`, the maximum number of tokens is 2^31 - 1 until the row's constraint determines it.
+        With `max_tokens: fit`, `max_tokens` is 2^31 - 1 here: each row's constraint determines it later.
         """
         given = {name: getattr(self, name) for name in SAMPLING_PARAMETERS}
         return SamplingParams(**self._limited(given))
 
     def given_params(self) -> dict[str, Any]:
-        """Return only the sampling parameters that the job file sets, by name, as the engine gets them."""
+        """Return the sampling parameters that the job file sets, by name, with their values as the engine gets them."""
         return self._limited(self.explicit_params())
 
     def _limited(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -205,12 +205,9 @@ class SamplingSection(Section):
         )
 
     def explicit_params(self) -> dict[str, Any]:
-        """Return only the parameters that the job file sets, by name, with their values in the job file.
-
-        OpenAI requests have other defaults than jobs, so defaults must be distinguished from set values.
-        """
+        """Return the sampling parameters that the job file sets, by name, with their values as in the job file."""
         return {name: getattr(self, name) for name in SAMPLING_PARAMETERS if name in self.model_fields_set}
 
     def explicit_options(self) -> dict[str, Any]:
-        """Return only the options that the job file sets, by name: sampling parameters, and `n` if it is above 1."""
+        """Return the options that the job file sets, by name: sampling parameters, and `n` if it is above 1."""
         return self.explicit_params() | ({"n": self.n} if self.n > 1 else {})

@@ -534,7 +534,11 @@ class Job(Section):
     _chat_template: str | None = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Set the private attributes, such as the path of the job file, from the context that `load_job` passes."""
+        """Set the private attributes, such as the path of the job file.
+
+        Args:
+            context: Their values, as `load_job` passes them.
+        """
         self._root = self.output.path
         if context:
             self._source = context["source"]
@@ -551,7 +555,7 @@ class Job(Section):
         return params if schema is None else replace(params, json_schema=schema)
 
     def given_params(self) -> dict[str, Any]:
-        """Return only the sampling parameters that the job file sets, by name, as the engine gets them."""
+        """Return the sampling parameters that the job file sets, by name, with their values as the engine gets them."""
         schema = self.output.json_schema
         return self.sampling.given_params() | ({} if schema is None else {"json_schema": schema})
 
@@ -586,19 +590,19 @@ class Job(Section):
 
     @property
     def samples(self) -> int:
-        """Return the number of answers to compute for a row that does not set the number itself (`n` or `best_of`)."""
+        """Return the number of answers to compute per row (`n` or `best_of`). A row may set another number."""
         return max(self.sampling.n, self.sampling.best_of)
 
     @property
     def published_samples(self) -> int:
-        """Return the number of answers to publish for a row that does not set the number itself (`n`)."""
+        """Return the number of answers to publish per row (`n`). A row may set another number."""
         return self.sampling.n if self.sampling.chooses else self.samples
 
     @property
     def rows_of_answers(self) -> int:
-        """Return the number of result rows per input row that does not set its number of answers itself.
+        """Return the number of result rows per input row: one per answer, or 1 with `output.explode: false`.
 
-        It is 1 if all answers to a row are in lists (`output.explode: false`).
+        An input row that sets its number of answers itself may have another number.
         """
         return self.published_samples if self.output.explode else 1
 
@@ -612,10 +616,7 @@ class Job(Section):
 
     @property
     def has_samples(self) -> bool:
-        """Return True if a row may have several answers, in several rows or in lists.
-
-        The job, the row or an OpenAI request may set the number; a request for embeddings may have several inputs.
-        """
+        """Return True if a row may have several answers: by `n`, by a column, or in OpenAI requests."""
         return self.sampling.asks_samples or (self.requests and self.task in ("generate", "embed"))
 
     @property
@@ -649,7 +650,8 @@ class Job(Section):
     def first_rows(self, limit: int) -> Job:
         """Return a trial of the job: a copy that runs only the first `limit` rows, and has another result folder.
 
-        `input.min_rows` does not apply to a trial.
+        Args:
+            limit: The number of rows. `input.min_rows` does not apply.
         """
         path = trial_results(self._root, limit)
         fewest = limit if self.input.limit is None else min(limit, self.input.limit)
@@ -699,7 +701,7 @@ class Job(Section):
     def identity_json(self) -> str:
         """Return the options that determine the rows of a result and their contents, as canonical JSON.
 
-        If it changes, the result is outdated. Options at their default are omitted, so a new option outdates no result.
+        A result that was made with other JSON is outdated. Options at their default are omitted.
         """
         dump = self.model_dump(mode="json", exclude_defaults=True)
         identity: dict[str, Any] = {key: dump[key] for key in _IDENTITY_SECTIONS if key in dump}
@@ -732,12 +734,9 @@ class Job(Section):
 
     @property
     def drafting_job(self) -> Job | None:
-        """Return a copy of the job that runs the draft model instead of the model.
+        """Return a copy of the job that runs the draft model instead of the model. None without a draft model.
 
-        Its answers become drafts for this job.
-
-        Returns:
-            None without a draft model.
+        The answers of the copy become draft tokens of this job.
         """
         drafts = self.drafts
         if not isinstance(drafts, DraftModelSection) or drafts.model is None:

@@ -38,19 +38,19 @@ class Variables:
     """The values of the variables, such as ${date}, that texts in a job file may contain.
 
     Attributes:
-        date: The value of ${date}, as YYYY-MM-DD. It precedes an environment variable with the name date.
-        env: The environment variables.
+        date: The value of ${date}, as YYYY-MM-DD, even if there is an environment variable `date`.
+        env: The environment variables, which are the other variables.
     """
 
     date: str
     env: Mapping[str, str]
 
     def expand(self, text: str) -> tuple[str, list[Unexpanded]]:
-        """Replace the variables in a text by their values.
+        """Replace the variables in a text, such as ${date} or ${HOME}, by their values.
 
         Returns:
-            (expanded text, an entry for each variable that could not be expanded). The text is "" if it would be too
-            long.
+            (expanded text, problems): one problem for each variable that could not be expanded. The text is "" if it
+            would exceed MAX_TEXT (1 Mi) characters.
         """
         if "$" not in text:
             return text, []

@@ -42,8 +42,8 @@ def findings_of(error: ValidationError, model: type[BaseModel], values: Mapping[
 
     Args:
         error: Pydantic's error, which may have several entries per field.
-        model: The pydantic class of the job file.
-        values: The values of the job file.
+        model: The pydantic class of the whole job file, Job.
+        values: The values of the job file by section.
     """
     groups: dict[Loc, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
@@ -73,10 +73,10 @@ def describe_value(value: object) -> str:
 
 
 def options(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the options of a section, or the sections of a job file, by their names there.
+    """Return the fields of a pydantic class of the job file by their keys in the file.
 
     Args:
-        model: The pydantic class of the section or job file.
+        model: The class of a section or of the whole job file.
     """
     return {info.alias or name: info for name, info in model.model_fields.items()}
 

@@ -69,13 +69,13 @@ _CURES = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A mistake in a job file, before it is known which line or `--set` option caused it.
+    """A mistake in a job file. `JobFile.mistake` adds the line or `--set` option that caused it.
 
     Attributes:
         loc: The location of the value: a tuple of keys and positions, such as ("output", "columns", 1).
         message: The problem.
         hint: Advice for the user, or None.
-        line: The line, only if it differs from the line of the key.
+        line: The line of the mistake, if it is not the line of the key. Else None.
     """
 
     loc: Loc
@@ -86,14 +86,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value in a YAML text, with the values in it and their lines.
+    """A value in a YAML text. A list or mapping contains further nodes.
 
     Attributes:
         value: A scalar, the items of a list, or the entries of a mapping by key.
         line: The line of the value, from 1.
-        weight: Its size in characters with all values in it. An alias counts as the value that it refers to.
-        depth: The number of levels of lists and mappings in it. 0 for a scalar.
-        text_line: The first line of the text, for a `|` block.
+        weight: The number of characters of the value, including the values inside it. An alias (`*name`) counts as the
+            value that it stands for.
+        depth: The number of nested levels of lists and mappings. 0 for a scalar.
+        text_line: For a `|` block, the line where its text begins. Else None.
     """
 
     value: Scalar | tuple[Node, ...] | dict[str, Entry]

@@ -55,7 +55,7 @@ def format_for(form: str, output: Path | None) -> str:
         output: The output file, or None for stdout.
 
     Returns:
-        The format. "auto" if neither names one; `answer_lines` then chooses.
+        The format, or "auto" if neither the user nor the suffix determines one.
     """
     if form != "auto" or output is None:
         return form
@@ -92,12 +92,10 @@ def answer_lines(
 ) -> Iterator[str]:
     """Yield the lines of the answer to a query in a text format, without line ends.
 
-    The format `auto` is a table with a line per row. If that is too wide for the terminal, it is a block of lines per
-    row instead. Control characters are escaped in tables and blocks.
-
     Args:
         answer: The answer, which DuckDB computes while it is read.
-        form: One of FORMATS, except parquet.
+        form: One of FORMATS, except parquet. "auto": a table with a line per row, or a block of lines per row if the
+            table is too wide for the terminal.
         width: The width of the terminal in columns. None if the output is no terminal: lines may have any length.
         escape_formulas: True to put an apostrophe before CSV cells that spreadsheet programs would run as formulas.
     """
@@ -126,12 +124,6 @@ class _Texts:
 
     @classmethod
     def of(cls, answer: duckdb.DuckDBPyRelation, nested: Literal["duckdb", "json"] = "duckdb") -> _Texts:
-        """Let DuckDB convert all values of an answer to texts.
-
-        Args:
-            answer: The answer.
-            nested: The format of structs, lists and maps.
-        """
         kinds = [str(kind) for kind in answer.types]
         numeric = [kind.startswith(_NUMBERS) or kind.endswith("INT") for kind in kinds]
         as_json = [kind.startswith(_NESTED) or kind.endswith("]") for kind in kinds]

@@ -23,7 +23,7 @@ def choose_gguf(name: ModelName, tree: Iterable[str], include: str | None) -> li
         include: A shell pattern for whole file names, by which the user chooses, or None.
 
     Returns:
-        The names of the files. Without `include`, empty if the repository has other weights, too, or no GGUF file.
+        The names of the files. Empty without `include` if the repository has no GGUF file, or also other weights.
 
     Raises:
         InputMissing: No model matches, several match, or a part of the model is missing.

@@ -114,14 +114,12 @@ def share_of(text: str) -> float:
 def add_report_view(
     database: duckdb.DuckDBPyConnection, table: str, files: Sequence[Path], where: str = ""
 ) -> None:
-    """Create a view of one report table over all runs of a job. Each run has written one file of the table.
-
-    If the files of older runs lack a column, it is null in their rows.
+    """Create a view of one report table over all runs of a job.
 
     Args:
         database: The database.
         table: The name of the table, such as "run". The view has the same name.
-        files: The files of the table.
+        files: The files of the table, one per run. A column that a file lacks is null in its rows.
         where: An SQL clause that limits the rows, such as " WHERE …", or "".
     """
     known = f"known_{table}"

@@ -34,8 +34,8 @@ Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and its con
 class BatchInferLM(TemplateLM):
     """A model for lm-evaluation-harness that runs on batchinfer.
 
-    Requests with the same method, such as generate_until, are one job. Answers are stored in a folder, so an
-    interrupted evaluation continues, and no request is computed twice.
+    Each kind of request, such as generate_until, is one job. Answers are stored in a folder, so an interrupted
+    evaluation continues.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BatchInferLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Return the id of the token that ends a text. It is also the prompt of a request without a context."""
+        """Return the id of the token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
@@ -99,7 +99,7 @@ class BatchInferLM(TemplateLM):
 
         Args:
             chat_history: The messages, with role and content.
-            add_generation_prompt: True if the assistant answers next, False if its last message is continued.
+            add_generation_prompt: True if the model answers the last message, False if it continues the last message.
         """
         text: str = self.tokenizer.apply_chat_template(
             chat_history,

@@ -76,7 +76,7 @@ def measure_step_times(here: Hardware) -> Iterator[tuple[str, dict[str, float]]]
         here: This machine, with its measured peaks.
 
     Yields:
-        (name of the dtype and the weights' quantisation, seconds by part of the step).
+        (name of the dtype and the weights' quantisation, seconds by name of the part of the step).
     """
     for dtype, quantization in _arithmetics():
         peaks = here.peaks(dtype, quantization)

@@ -9,11 +9,7 @@ from batchinfer.job import Job
 
 
 def input_line(job: Job) -> str | None:
-    """Return a line for users with the files that the job reads and their size.
-
-    Returns:
-        None if the input is invalid. That error is reported later, after the checkpoint was checked, as by `validate`.
-    """
+    """Return a line for users with the files that the job reads and their size. None if the input is invalid."""
     if job.input.sql is not None:
         return "reads the rows of a query"
     try:

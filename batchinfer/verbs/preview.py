@@ -47,8 +47,8 @@ class PreviewedRow:
         row_index: The number of the row in the file, from 0.
         id: The id of the row, or None.
         text: The prompt with special tokens, or None for an error row.
-        token_ids: The token ids of the prompt.
-        sampling: The sampling parameters by name.
+        token_ids: The token ids of the prompt, or None for an error row.
+        sampling: All sampling parameters of the row by name, or None for an error row.
         error: The `code` and `message` of the row's error, or None.
         own_sampling: Only the sampling parameters whose values differ from the job's.
         continuations: The texts that are scored after the prompt, or None.

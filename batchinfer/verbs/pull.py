@@ -181,7 +181,8 @@ class _Pull:
     def complete(self, progress: Progress) -> Pulled:
         """Download the model, and let its revision, such as "main", refer to this commit in the cache.
 
-        Small files come first, because the index of the weight files is a small file.
+        Args:
+            progress: The progress display.
         """
         self._refuse_unusable()
         ref = self.entry / "refs" / self.name.revision
@@ -360,7 +361,7 @@ def _problem(path: Path) -> BatchInferError | None:
 
 @contextmanager
 def _hub_errors(name: ModelName) -> Iterator[None]:
-    """Convert errors of the hub and of the network in the `with` block to BatchInferErrors that name the next step."""
+    """Convert errors of the hub and of the network in the `with` block to BatchInferErrors with advice."""
     import httpx2
     from huggingface_hub import errors
 

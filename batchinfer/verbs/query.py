@@ -69,9 +69,10 @@ class ResultPlace:
 
     @property
     def ending(self) -> str:
-        """Return the end of the path of the result folder, by which runs that made this result are found in the report.
+        """Return the end of the path of the result folder, such as "/answers".
 
-        The `output` of such a run ends with it, even if the result and the report were moved together.
+        The runs in the report whose `output` ends with it have made this result, also after the folders were moved.
+        It is "" if the result or the report is missing.
         """
         if self.results is None or self.report is None:
             return ""
@@ -142,11 +143,13 @@ class OpenResult:
 
 @contextmanager
 def open_result(folder: Path, partial: bool) -> Iterator[OpenResult]:
-    """Open a result or report folder as a database. The result is the table `results`; the report has further tables.
+    """Open a result or report folder as a database, for the `with` block.
+
+    Its tables are `results`, which is the published result, and the tables of the report.
 
     Args:
         folder: The folder.
-        partial: True to open the committed answers of an unfinished run instead of the published result.
+        partial: True to open only the committed answers of an unfinished run, as the table `results`.
 
     Raises:
         InputMissing: The folder has no result.
@@ -181,7 +184,7 @@ def open_answer(folder: Path, sql: str | None, partial: bool) -> Iterator[duckdb
 
 @contextmanager
 def open_database() -> Iterator[tuple[duckdb.DuckDBPyConnection, Watched, Path]]:
-    """Yield an empty DuckDB database for a user's queries, in which signals such as Ctrl-C interrupt a query.
+    """Yield an empty DuckDB database for a user's queries. A signal such as Ctrl-C interrupts a running query.
 
     Yields:
         (the connection, the object that watches for signals, a folder for data that does not fit in memory).
@@ -250,7 +253,6 @@ def _add_reported(
 
 
 def _made(place: ResultPlace) -> str:
-    """Return an SQL clause ` WHERE run_id IN …` for the runs that made the result, or "" if they are unknown."""
     if not place.ending:
         return ""
     return f" WHERE run_id IN (SELECT run_id FROM run WHERE ends_with(output, {literal(place.ending)}))"

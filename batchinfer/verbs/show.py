@@ -144,7 +144,6 @@ def _example(row: Row, width: int) -> str:
 
 
 def _name_of(row: Row) -> str:
-    """Return the id of a row, or its number."""
     return row.get("custom_id") or f"row {row.get('row_id')}"
 
 

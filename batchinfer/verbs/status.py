@@ -30,7 +30,7 @@ class RunStatus:
     """The status of the last run of a job. A field is None if it is unknown or does not apply to the current phase.
 
     Attributes:
-        state: "running", or how the run ended.
+        state: "running", or in one word how the run ended.
         output: The result folder.
         job: The name of the job.
         run_id: The id of the run.
@@ -48,7 +48,7 @@ class RunStatus:
         errors: The number of error rows by code.
         memory_bytes: The resident memory of the run's processes.
         exit_code: The exit code, if the run has ended.
-        exit_status: How the run ended, if it has.
+        exit_status: How the run ended, as in the report, such as "published" or "out of memory".
     """
 
     state: Standing

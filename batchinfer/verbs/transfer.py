@@ -46,7 +46,7 @@ class Blob:
         return self.blob.with_name(f"{self.blob.name}.incomplete")
 
     def there(self) -> int:
-        """Return the number of bytes that are already on disk, in the incomplete file."""
+        """Return the number of bytes of the file that are already downloaded."""
         for path in (self.blob, self.partial):
             try:
                 return min(path.stat().st_size, self.size)
@@ -68,10 +68,14 @@ class Transfer:
     def fetch(self, part: Blob) -> None:
         """Download a file or the rest of it, check its SHA-256, and move it into the cache.
 
-        Raises Unavailable, Stopped or errors of HTTP.
+        Errors of HTTP are raised as huggingface_hub raises them.
 
         Args:
             part: The file.
+
+        Raises:
+            Unavailable: The content does not have the expected SHA-256.
+            Stopped: `stop` was called.
         """
         from huggingface_hub.file_download import http_get
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # not in its __all__
