@@ -45,7 +45,7 @@ class JobFile:
         places: The line or --set option that set each value, by location.
         mistakes: The mistakes found while reading the file.
         broken: The locations of values with a known mistake. Further mistakes of these values are not reported.
-        dated: The texts that contain ${date}, by location. The character HOLE stands for each ${date}.
+        dated: The texts that contain ${date}, by location. Each ${date} is replaced by the character HOLE.
     """
 
     path: Path

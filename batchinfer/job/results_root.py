@@ -49,7 +49,7 @@ def results_root(text: str, folder: Path, job: str) -> Path:
     """Return the result folder of a job without its ${date}, for example "answers" for "answers/${date}".
 
     Args:
-        text: The `output.path`, in which the character HOLE stands for each ${date}.
+        text: The `output.path`, in which the character HOLE replaces each ${date}.
         folder: The folder that relative paths start from.
         job: The name of the job. It becomes the folder's name if nothing of the path is left.
     """

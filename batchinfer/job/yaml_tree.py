@@ -92,7 +92,7 @@ class Node:
         value: A scalar, the items of a list, or the entries of a mapping by key.
         line: The line of the value, from 1.
         weight: The number of characters of the value, including the values inside it. An alias (`*name`) counts as the
-            value that it stands for.
+            value that it refers to.
         depth: The number of nested levels of lists and mappings. 0 for a scalar.
         text_line: For a `|` block, the line where its text begins. Else None.
     """
