@@ -30,9 +30,8 @@ def looks_like_openai(row: Values) -> bool:
 def openai_defaults(url: str, given: Mapping[str, Any], max_model_len: int) -> SamplingParams:
     """Return the sampling parameters of an OpenAI batch request whose body sets none.
 
-    They are the parameters of the job, and for the rest the defaults of OpenAI's API: temperature 1, top_p 1, no
-    penalties, no stop strings. By default, a chat answer may fill the model's context; a text completion has at most 16
-    tokens.
+    Parameters that the job file does not set have the defaults of OpenAI's API, such as temperature 1. By default, a
+    chat answer may fill the model's context, and a text completion has at most 16 tokens.
 
     Args:
         url: The endpoint of the request, such as "/v1/chat/completions".

@@ -16,13 +16,11 @@ Ids = Sequence[int]
 class PairedTexts:
     """Joins the tokens of a query and a document, with the special tokens that the tokenizer puts around a pair.
 
-    A pair that is too long is truncated if the job allows it. The class has the same methods as ContinuedPrompts.
-
     Args:
         template: The special tokens around a pair.
         scoring: How the model scores a pair.
         longest: The maximum number of tokens of a pair.
-        truncate: Which side of both texts is cut if their pair is too long, or "error".
+        truncate: Which side of the query and of the document is cut if the pair is too long, or "error".
     """
 
     def __init__(
