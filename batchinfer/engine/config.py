@@ -32,8 +32,8 @@ NO_CHOICE = "{}"  # the result if the engine died while choosing
 def choose_alone(choose: Callable[[], str]) -> str:
     """Call `choose` and return its result.
 
-    A run with one engine passes this function as `agreed`. With several engines, `agreed` calls `choose` in one engine
-    and returns the result in all engines.
+    An engine that need not agree with other engines gets this function as `agreed`. Other engines get a function that
+    calls `choose` in one engine and returns the result in all of them.
 
     Args:
         choose: Makes a choice and returns it as JSON.

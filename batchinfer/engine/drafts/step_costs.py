@@ -83,7 +83,6 @@ class StepCosts:
         """Return the seconds that drafts saved in a step, negative if the step would have been faster without drafts.
 
         Without drafts, the accepted tokens would have taken further steps. The duration of these steps is estimated.
-        None of them is assumed to take longer than this step, because this step ran more tokens.
 
         Args:
             sample: The measurements of the step.
@@ -98,6 +97,7 @@ class StepCosts:
         further_s = self._times.typical_seconds(rows, 0)
         if first_s is None or further_s is None:
             return None
+        # A step without drafts is assumed to take no longer than this step, which ran more tokens
         most_s = max(0.0, sample.duration_s - spent_s)
         without_s = min(first_s, most_s) + accepted / rows * min(further_s, most_s)
         return without_s - sample.duration_s

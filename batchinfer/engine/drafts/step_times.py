@@ -111,8 +111,7 @@ class DraftedStepTimes:
     def typical_seconds(self, decodes: int, others: int) -> float | None:
         """Return the typical device time in seconds of a step without drafts, from medians of measured steps.
 
-        It serves to report the time that drafts saved. If the measured steps with drafts are nearer in size, their
-        median is used.
+        If measured steps with drafts are nearer in size than steps without drafts, their median is used.
 
         Args:
             decodes: The number of rows that decode.

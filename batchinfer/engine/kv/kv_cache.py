@@ -25,7 +25,7 @@ class Reservations:
         """Reserve block contents for a waiting sequence.
 
         Args:
-            contents: The digests of the contents.
+            contents: Digests of the tokens of a block and of all tokens before.
             arrival: The number of the sequence in the order of arrival.
         """
         for content in contents:
@@ -158,11 +158,10 @@ class BlockPool:
     def unreserve(self, digests: Iterable[bytes], arrival: int, partial: bool = False) -> None:
         """Remove reservations that were made by `reserve` with the same arguments.
 
-        It is called after the sequence was admitted or dropped. Cached blocks that no other sequence reserves are
-        freed.
+        Cached blocks that no other sequence reserves are freed.
 
         Args:
-            digests: The contents.
+            digests: The contents: digests of the tokens of a block and of all tokens before.
             arrival: The number of the sequence in the order of arrival.
             partial: True if the sequence reserved the contents to copy the first tokens of the blocks.
         """

@@ -34,8 +34,8 @@ class AlternatingEngines:
     def add(self, requests: Sequence[Request]) -> None:
         """Divide requests among the engines and queue them.
 
-        Neighbouring requests, which often share prefixes, are sent to the same engine. Each engine admits its requests
-        in the given order.
+        Requests are kept in groups of neighbours, which often share prefixes. Each engine admits its requests in the
+        given order.
 
         Raises:
             ValueError: If an engine rejects a request.
