@@ -14,7 +14,7 @@ class NotPlain(ValueError):
 
 
 class TooLarge(NotPlain):
-    """A value is too large. Its size is the characters of all texts plus the items of all lists and objects."""
+    """A value is too large. Its size is the characters in its texts plus the items in its lists and objects."""
 
 
 def plain_json(value: Any, most: int) -> Any:

@@ -162,7 +162,7 @@ class PromptLogprobs:
 
     @property
     def held_bytes(self) -> int:
-        """Return the memory of all arrays in bytes."""
+        """Return the memory of the tokens and their log-probabilities in bytes."""
         found = self.logprobs
         return self.token_ids.nbytes + found.chosen.nbytes + found.top.nbytes + found.top_ids.nbytes
 
@@ -213,7 +213,7 @@ class Vector:
 
     @property
     def held_bytes(self) -> int:
-        """Return the memory of `values` in bytes."""
+        """Return the memory of the vector in bytes."""
         return self.values.nbytes
 
     def __reduce__(self) -> Pickled:
@@ -240,7 +240,7 @@ class Scores:
 
     @property
     def held_bytes(self) -> int:
-        """Return the memory of `logprobs` and `greedy` in bytes."""
+        """Return the memory of the scores in bytes."""
         return self.logprobs.nbytes + self.greedy.nbytes
 
     def __reduce__(self) -> Pickled:

@@ -100,8 +100,8 @@ class Hardware:
         peak_flops: FLOP/s by dtype, including "int8" and "fp8". A missing dtype is unknown.
         bandwidth: The bandwidth of the memory in bytes/s. None: unknown.
         source: Where the peaks are from: a measurement, a datasheet, or unknown.
-        step_times: Measured times of the parts of a step (see batchinfer.plan.simulation.step_parts), by
-            `arithmetic_name`.
+        step_times: Measured coefficients that predict the duration of a step, by `arithmetic_name` and part of the step
+            (see batchinfer.plan.simulation.step_parts).
         peak_by: The library that reached a measured peak, by dtype: "torch" or "compiled" (the CPU operators). May be
             incomplete.
         products: Measured FLOP/s of matrix products, by dtype, size and library. May be incomplete.
@@ -136,7 +136,8 @@ class Hardware:
         Args:
             peak_flops: FLOP/s by dtype.
             bandwidth: The bandwidth of the memory in bytes/s.
-            step_times: Times of the parts of a step, by `arithmetic_name`. None: not measured.
+            step_times: Coefficients that predict the duration of a step, by `arithmetic_name` and part of the step.
+                None: not measured.
             peak_by: The library that reached the peak, by dtype. None: unknown.
             products: FLOP/s of matrix products, by dtype, size and library. None: not measured.
         """
@@ -151,7 +152,7 @@ class Hardware:
         )
 
     def step_time(self, dtype: str, quantization: str = "none") -> Mapping[str, float] | None:
-        """Return the measured times of the parts of a step, by part; None if they are not measured.
+        """Return the coefficients that predict the duration of a step, by part of the step; None if not measured.
 
         Args:
             dtype: The dtype of activations.
@@ -273,7 +274,8 @@ class KeptPeaks:
     Args:
         peak_flops: FLOP/s by dtype.
         bandwidth: The bandwidth of the memory in bytes/s.
-        step_times: Times of the parts of a step, by `arithmetic_name`. Empty: not measured.
+        step_times: Coefficients that predict the duration of a step, by `arithmetic_name` and part of the step. Empty:
+            not measured.
         peak_by: The library that reached the peak, by dtype. Empty in files of older versions.
         products: FLOP/s of matrix products, by dtype, size and library. Empty in files of older versions.
     """

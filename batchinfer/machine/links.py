@@ -33,11 +33,11 @@ class DeviceLink:
         return size / (self.bytes_per_s * self.share) + self.latency_s
 
     def all_reduce_s(self, size: float, ranks: int) -> float:
-        """Return the seconds of a ring all-reduce of `size` bytes per device among `ranks` devices."""
+        """Return the seconds of a ring all-reduce of a tensor of `size` bytes among `ranks` devices."""
         return 2 * (ranks - 1) * self.send_s(size / ranks)
 
     def all_gather_s(self, size: float, ranks: int) -> float:
-        """Return the seconds of a ring all-gather of `size` bytes per device among `ranks` devices."""
+        """Return the seconds of a ring all-gather of a tensor of `size` bytes from each of `ranks` devices."""
         return (ranks - 1) * self.send_s(size)
 
 

@@ -29,11 +29,11 @@ class Portion:
 
     @property
     def is_whole(self) -> bool:
-        """Return True if this is the only part, so it has all items."""
+        """Return True if the items are not divided: this part has all of them."""
         return self.size == 1
 
     def span(self, count: int) -> Span:
-        """Return the range (first, end) of items in this part. Sizes of parts differ by at most one.
+        """Return the range (first, end) of the items that the rank has. Sizes of ranges differ by at most one.
 
         Args:
             count: The number of all items.
