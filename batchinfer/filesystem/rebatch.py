@@ -91,7 +91,7 @@ def _reading(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def repeat_values(values: pa.Array, times: NDArray[np.int64]) -> pa.Array:
-    """Return an array in which each values[i] is repeated times[i] times in a row."""
+    """Return an array in which each values[i] occurs times[i] times consecutively."""
     if (times == 1).all():
         return values
     return values.take(pa.array(np.repeat(np.arange(len(values)), times)))

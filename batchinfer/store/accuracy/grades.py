@@ -60,7 +60,7 @@ def to_text(value: Any) -> str:
 def value_grade(expected: Any, answer: Any) -> Grade:
     """Grade a JSON value of an answer against the expected value.
 
-    The grade NORMALISED means that they are equal after normalising the texts within them.
+    The grade is NORMALISED if both values are only equal after normalisation of the texts in them.
     """
     if _same(expected, answer, str):
         return Grade.EXACT

@@ -116,7 +116,7 @@ class ListOf(Kind):
         self._item, self.type = item, pa.list_(item.type)
 
     def check(self, value: Any, place: str) -> None:
-        """Raise Unfit if a JSON value with the path `place` is not a list, or an item does not fit."""
+        """Raise Unfit if a JSON value with the path `place` is not a list of items that fit."""
         if value is None:
             return
         if not isinstance(value, list):
@@ -145,7 +145,7 @@ class Struct(Kind):
         self.type = pa.struct([(name, kind.type) for name, kind in self.fields.items()])
 
     def check(self, value: Any, place: str) -> None:
-        """Raise Unfit if a JSON value with the path `place` is not an object, or a property does not fit."""
+        """Raise Unfit if a JSON value with the path `place` is not an object whose properties fit."""
         if value is None:
             return
         if not isinstance(value, dict):

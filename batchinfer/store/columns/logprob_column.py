@@ -22,10 +22,10 @@ class Detokenizer(Protocol):
     """Converts token ids to text."""
 
     def decode_batch(self, rows: list[Sequence[int]]) -> list[str]:
-        """Return the text of each row of token ids, without special tokens."""
+        """Return the text of each sequence of token ids, without special tokens."""
 
     def decode_shown(self, rows: list[Sequence[int]], shown: frozenset[int]) -> list[str]:
-        """Return the text of each row of token ids without special tokens, except those in `shown`."""
+        """Return the text of each sequence of token ids. Special tokens are left out unless in `shown`."""
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token on its own, including special ones."""

@@ -54,7 +54,7 @@ class ErrorCounts:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The position in the store of the completion of each row of a job. It takes 16 bytes per row.
+    """Maps the rows of a job to the positions of their completions in the store. It takes 16 bytes per row.
 
     A position in the store is the number of a part << 36 plus the number of the row in the part.
 

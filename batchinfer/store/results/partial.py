@@ -35,7 +35,7 @@ def partial_reader(
     threads: int = 2,
     watched: Watched = nullcontext,
 ) -> pa.RecordBatchReader:
-    """Return the finished rows of a job that may still run, in input order, with the schema of its result.
+    """Return the finished rows of a job, which may still run, in input order, with the columns of its result.
 
     Error rows are included. DuckDB can query the reader: `duckdb.from_arrow(reader)`.
 

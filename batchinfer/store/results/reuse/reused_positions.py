@@ -19,7 +19,7 @@ _ROW = (1 << PART_SHIFT) - 1
 
 @dataclass(frozen=True, slots=True)
 class ReusedPositions:
-    """The positions in the store of the answers of rows that a run reuses, as recorded by the last run.
+    """The positions of the answers to reused rows in the store, as recorded by the last run.
 
     Attributes:
         places: The position of each row's answer, negative without an answer.
