@@ -122,5 +122,5 @@ def test_every_verb_knows_lists(place: Place, cli_of: CliOf) -> None:
     told = json.loads(verbs("diff", place.results, other, "--json").out)
     assert (told["matched"], told["rows_a"]) == (20, 20)
     files = [sorted(folder.glob("*.parquet")) for folder in (place.results, each)]
-    with pytest.raises(UsageError, match="A has lists of answers to a row, and B a row for each answer"):
+    with pytest.raises(UsageError, match="A has lists of answers per row, and B has one row per answer"):
         diff_results(*files, DiffOptions())

@@ -311,7 +311,7 @@ def test_one_gpu_is_forecast_with_multi_step_decoding(tmp_path: Path, model: Pat
     job, devices = load_job(write_job(tmp_path, model, people(1))), devices_by_name("2xh100")
     found = check_setup(job, state_of(job), MachineFacts(devices.hardware))
     room = engine_module.engine_room(job, found, 100)
-    cases: list[dict[str, Any]] = [{}, {"division": Division(2)}, {"heads": Mock()}, {"beside": Mock()}]
+    cases: list[dict[str, Any]] = [{}, {"division": Division(2)}, {"heads": Mock()}, {"draft_model": Mock()}]
     for changes in cases:
         setup = replace(found, setting=changed(found.setting, **changes))
         with patch.object(
