@@ -131,14 +131,14 @@ def test_the_bytes_equal_those_of_a_fresh_publication(
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the copied files."""
     found: list[int] = []
-    copy = earlier_files.EarlierFiles.copied
+    copy = earlier_files.EarlierFiles.copy
 
     def noted(self: earlier_files.EarlierFiles, number: int, *rest: object) -> StagedFile | None:
         file = copy(self, number, *rest)  # type: ignore[arg-type]
         found.extend([] if file is None else [number])
         return file
 
-    monkeypatch.setattr(publisher.EarlierFiles, "copied", noted)
+    monkeypatch.setattr(publisher.EarlierFiles, "copy", noted)
     return found
 
 
