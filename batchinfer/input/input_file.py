@@ -17,7 +17,7 @@ class InputFile:
     """An input file, with the size, times and inode that it had when the job listed it. These reveal later changes.
 
     Args:
-        path: The path or URL.
+        path: The path of the file.
         name: The file's name in the results.
         format: The name of its format, such as "csv".
         size: The size in bytes.
@@ -40,7 +40,7 @@ class InputFile:
         """Return the input file at a location.
 
         Args:
-            location: The path or URL.
+            location: The path of the file.
             name: The file's name in the results.
             form: The name of its format.
             facts: Its size, times and inode.
@@ -49,7 +49,7 @@ class InputFile:
 
     @property
     def location(self) -> Location:
-        """The path or URL of the file as a Location."""
+        """The path of the file as a Location."""
         return Location(self.path)
 
     def now(self) -> InputFile:

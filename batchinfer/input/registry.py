@@ -53,7 +53,7 @@ def format_of(location: Location, named: str) -> str:
     """Determine the format of an input file: by the job file, else by its suffix, else by its first bytes.
 
     Args:
-        location: The path or URL of the file.
+        location: The path of the file.
         named: The value of `input.format`; "auto" if the job names no format.
 
     Returns:

@@ -621,7 +621,7 @@ class Job(Section):
 
     @property
     def embeds(self) -> bool:
-        """Return True if answers may be vectors: with task: embed, or for OpenAI requests for embeddings."""
+        """Return True if answers may be vectors: with task: embed, or if rows are OpenAI requests."""
         return self.task == "embed" or (self.task == "generate" and self.requests)
 
     @property

@@ -54,7 +54,10 @@ class History:
         return [*history_lines(trends(self.runs, limit)), *more, *verdict(self.comparison)]
 
     def to_json(self, limit: int) -> dict[str, Any]:
-        """Return the newest `limit` runs and the comparison as a JSON object."""
+        """Return the folder of the report, the newest `limit` runs, and the speed of the newest run as a JSON object.
+
+        The speed is compared with the median of earlier comparable runs, whatever `limit` is.
+        """
         runs = [asdict(run) | {"change": change} for run, change in trends(self.runs, limit)]
         found = self.comparison
         return {

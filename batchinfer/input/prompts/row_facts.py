@@ -93,7 +93,7 @@ class RowFacts:
 
 
 class FactsCollector:
-    """Collects the RowFacts of consecutive rows, row by row."""
+    """Collects one RowFacts about consecutive rows: their ids, carried columns, unread rows and column names."""
 
     def __init__(self, fields: RowFields) -> None:
         self._fields = fields

@@ -127,7 +127,7 @@ def config_of(raw: Mapping[str, Any]) -> Any:
 
     Raises:
         CannotRun: Transformers does not know the model type or rejects a value, or the rotary embedding depends on the
-            longest row of a batch.
+            longest row of a batch (LongRoPE).
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:

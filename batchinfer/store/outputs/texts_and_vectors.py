@@ -30,7 +30,7 @@ _VECTORS = VectorsKind()
 
 
 class TextsAndVectorsKind(TokensKind):
-    """Answers to OpenAI requests: texts, or vectors for embeddings requests.
+    """Answers of task: generate: texts, or vectors for rows that are OpenAI requests for embeddings.
 
     `OutputKind` documents the methods.
     """

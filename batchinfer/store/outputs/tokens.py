@@ -61,7 +61,7 @@ _REASONING = tuple(field.name for field in REASONING_FIELDS)
 
 
 class TokensKind(OutputKind):
-    """Answers that are texts. `OutputKind` documents the methods."""
+    """Answers that are texts, the base of `TextsAndVectorsKind`. `OutputKind` documents the methods."""
 
     name, version, output, answer = "tokens", 0, Tokens, "generated_text"
     stored = pa.schema([*LOGPROB_SCHEMA, *PROMPT_SCHEMA])
