@@ -29,7 +29,7 @@ else:
 pytestmark = pytest.mark.ray
 QUICKSTART = Path(__file__).parents[2] / "jobs/quickstart/job.yaml"
 MANY = [{"id": f"r{i}", "text": f"word {i} " * (1 + i % 7)} for i in range(240)]
-LONGER = [{"id": f"r{i}", "text": f"word {i} " * (1 + i % 7)} for i in range(2400)]
+LONGER = [{"id": f"r{i}", "text": f"word {i} " * (1 + i % 7)} for i in range(6000)]
 STEP_S = 0.06
 
 Pace = Callable[[float], None]
@@ -62,8 +62,8 @@ def on(pace: Pace) -> Iterator[RayCluster]:
 
 @pytest.fixture
 def slow_steps(pace: Pace) -> Iterator[Pace]:
-    """Make steps take half a second until the test changes the pace."""
-    pace(0.5)
+    """Make steps take a tenth of a second until the test changes the pace."""
+    pace(0.1)
     yield pace
     pace(STEP_S)
 
