@@ -33,6 +33,7 @@ from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.transport import PROCESSES
 from batchinfer.plan.forecast.job import forecast_job
 from batchinfer.plan.setup.job_setup import check_setup
+from batchinfer.plan.setup.quality import check_quality_limits
 from batchinfer.report.progress import Progress
 from tests.batchinfer.int4_jobs import PLAIN, ROWS, make_divisible
 from tests.batchinfer.pipeline.test_pipeline import run, write_job
@@ -86,14 +87,25 @@ def test_a_low_quality_is_a_warning(model: Path, tmp_path: Path, monkeypatch: py
     for measured, expected in (
         (Quality(0.5, 0.7, 100), "changes many answers of this job: KL 0.5 nats from unquantised weights"),
         (Quality(0.001, 0.99, 100), "quality of float32 with int8 weights: KL 0.001 nats"),
+        (Quality(0.001, 0.0, 100), "changes many answers of this job: KL 0.001 nats"),
     ):
         monkeypatch.setattr(quality, "measure_in_child", lambda *_, measured=measured: measured)
         lines: list[str] = []
         (tmp_path / "out/.batchinfer-res/quality.json").unlink(missing_ok=True)
-        tokens = ("sampling.max_tokens", str(round(10 * (measured.top1 or 0))))  # other work each time
+        tokens = ("sampling.max_tokens", str(1 + round(10 * (measured.top1 or 0))))  # other work each time
         loaded, options = load_job(job, (*INT8, tokens)), RunOptions(replace=True)
         run_job(loaded, options, Progress(io.StringIO(), quiet=True), Interrupts(), lines.append)
         assert [line for line in lines if expected in line], lines
+
+
+@pytest.mark.parametrize("measured", [Quality(float("nan"), 0.0, 100), Quality(None, None, 9, float("nan"))])
+def test_a_quality_that_is_not_a_number_is_beyond_every_limit(
+    measured: Quality, model: Path, tmp_path: Path
+) -> None:
+    limits = {"quality_limits": {"kl": 1.0, "cosine": 0.1}}
+    job = load_job(write_job(tmp_path, model, ROWS[:1], engine=limits, **PLAIN), INT8)
+    with pytest.raises(QualityTooLow, match="nan"):
+        check_quality_limits(job, measured)
 
 
 def test_a_short_job_measures_fewer_rows(

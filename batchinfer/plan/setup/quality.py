@@ -88,14 +88,26 @@ def store_quality(job: Job, setup: Setup, state: StateFolder, quality: Quality) 
 
 def quality_line(setup: Setup, quality: Quality) -> str:
     """Return a line for the user about a measurement. It warns if quantisation changes many answers."""
-    kl, top1, cosine = quality.kl, quality.top1, quality.cosine
     text = setup.setting.numerics.text
-    if (kl or 0.0) > KL_WARNING or (top1 or 1.0) < TOP1_WARNING or (cosine or 1.0) < COSINE_WARNING:
+    if (
+        _is_above(quality.kl, KL_WARNING)
+        or _is_below(quality.top1, TOP1_WARNING)
+        or _is_below(quality.cosine, COSINE_WARNING)
+    ):
         return (
             f"{text} changes many answers of this job: {quality}; "
             "set model.quantization: none if quality matters more than speed"
         )
     return f"quality of {text}: {quality}"
+
+
+def _is_above(value: float | None, limit: float | None) -> bool:
+    # A value that is not a number is beyond every limit
+    return value is not None and limit is not None and not value <= limit
+
+
+def _is_below(value: float | None, limit: float | None) -> bool:
+    return value is not None and limit is not None and not value >= limit
 
 
 def check_quality_limits(job: Job, quality: Quality) -> None:
@@ -104,13 +116,13 @@ def check_quality_limits(job: Job, quality: Quality) -> None:
     if limits is None:
         return
     beyond = []
-    if limits.kl is not None and quality.kl is not None and quality.kl > limits.kl:
+    if _is_above(quality.kl, limits.kl):
         beyond.append(f"KL {quality.kl:.4f} nats is above engine.quality_limits.kl: {limits.kl:g}")
-    if limits.top1 is not None and quality.top1 is not None and quality.top1 < limits.top1:
+    if _is_below(quality.top1, limits.top1):
         beyond.append(
             f"top-1 agreement {quality.top1:.4f} is below engine.quality_limits.top1: {limits.top1:g}"
         )
-    if limits.cosine is not None and quality.cosine is not None and quality.cosine < limits.cosine:
+    if _is_below(quality.cosine, limits.cosine):
         beyond.append(f"cosine {quality.cosine:.4f} is below engine.quality_limits.cosine: {limits.cosine:g}")
     if beyond:
         raise QualityTooLow(
