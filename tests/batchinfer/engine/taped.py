@@ -113,7 +113,12 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         fresh = [tensor for tensor in results if _place(tensor) not in given]
         self._made |= {_place(tensor): tensor for tensor in fresh}
-        if "empty" not in str(func):
+        if "empty" in str(func):
+            # Only replays run the kernels that fill these, but operators of the recording may use them as indices
+            for tensor in fresh:
+                if not tensor.is_floating_point():
+                    tensor.zero_()
+        else:
             self.calls.append((partial(func, *args, **kwargs), results))
         return made
 
