@@ -29,6 +29,10 @@ def total_memory(cgroup: Path = _CGROUP) -> int:
 
 def peak_memory() -> int:
     """Return the peak resident memory (RSS) of this process in bytes."""
+    # On Linux, the ru_maxrss of a child process starts at the peak of its parent; VmHWM does not
+    peak = _bytes_in(Path("/proc/self/status"), "VmHWM:")
+    if peak is not None:
+        return peak
     # ru_maxrss is in kilobytes on Linux, in bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
@@ -62,11 +66,17 @@ def _pages(pid: str) -> int:
 
 
 def _machine(path: Path) -> int:
-    if path.exists():
-        for line in path.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # macOS has no such file
+    available = _bytes_in(path, "MemAvailable:")
+    if available is None:  # macOS has no such file
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return available
+
+
+def _bytes_in(path: Path, field: str) -> int | None:
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def _container(folder: Path) -> int:

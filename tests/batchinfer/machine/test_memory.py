@@ -53,3 +53,11 @@ def test_a_thread_that_ends_meanwhile_has_no_children(monkeypatch: pytest.Monkey
     gone = Path("/proc/self/task/0/children")
     monkeypatch.setattr(Path, "glob", lambda folder, pattern: [gone, *listed(folder, pattern)])
     assert resident_memory()
+
+
+def test_peak_memory_of_a_child_excludes_its_parent() -> None:
+    source = "from batchinfer.machine.memory import peak_memory; print(peak_memory())"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {source!r}])"
+    filled = f"x = bytes(range(256)) * (1 << 20); {child}"  # 256 MiB
+    done = subprocess.run([sys.executable, "-c", filled], capture_output=True, text=True, check=True)
+    assert 1 << 20 < int(done.stdout) < 128 << 20
