@@ -174,7 +174,7 @@ def test_kinds_share_a_store_without_mixing(
     ratios = table(path)
     assert "ratio" in ratios[0]
     assert not verify_store(store)
-    with pytest.raises(UsageError, match="no answers of one kind"):
+    with pytest.raises(UsageError, match="different kinds of answers"):
         texts_and_ratios(tmp_path, texts)
     cleaned = clean_store(store, Keep(None, None))
     assert cleaned.parts_after < cleaned.parts_before

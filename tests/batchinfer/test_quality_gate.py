@@ -148,6 +148,20 @@ def test_layers_one_at_a_time_compute_the_states_of_transformers(family: str, tm
             torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-4)
 
 
+def test_logits_are_compared_at_a_limited_number_of_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    prompts = tuple(random_prompts(AutoConfig.from_pretrained(tmp_path).vocab_size))
+    order = QualityOrder(LoadConfig(tmp_path, "float32", "cpu", threads=1, quantization="int8"), prompts)
+    assert measure_quality(order, lambda *_: None).positions == sum(map(len, prompts))
+    monkeypatch.setattr("batchinfer.engine.load.quality.MAX_POSITIONS", 16)
+    found = measure_quality(order, lambda *_: None)
+    assert found.positions == 16
+    assert found.kl is not None
+    assert 0 < found.kl < 0.1
+
+
 def random_prompts(vocab: int) -> list[TokenIds]:
     drawn = random.Random(seed())
     return [np.array(drawn.choices(range(3, vocab), k=length), np.int32) for length in (1, 5, 17, 40)]

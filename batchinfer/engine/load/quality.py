@@ -86,7 +86,8 @@ def _compared_states(
     """
     stride = -(-sum(int(step.counted.sum()) for step in steps) // MAX_POSITIONS)
     for step, *both in zip(steps, *states, strict=True):
-        exact, rounded = (torch.split(one[step.counted][::stride], LOGIT_ROWS) for one in both)
+        at = step.counted.nonzero()[::stride, 0]
+        exact, rounded = (torch.split(one[at], LOGIT_ROWS) for one in both)
         yield from zip(exact, rounded, strict=True)
 
 
