@@ -17,7 +17,7 @@ PATIENCE = 60.0  # seconds for another rank
 
 
 @dataclass
-class _Meeting:
+class _Exchange:
     """The state that the ranks of a group share."""
 
     size: int
@@ -38,12 +38,12 @@ class ThreadGroup:
     """
 
     rank: int
-    meeting: _Meeting
+    exchange: _Exchange
     sent: int = 0
 
     @property
     def size(self) -> int:
-        return self.meeting.size
+        return self.exchange.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum in the order of the ranks."""
@@ -56,10 +56,10 @@ class ThreadGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         """Return the tensors of all ranks."""
         self.sent += x.nbytes
-        self.meeting.given[self.rank] = x.clone()
-        self.meeting.barrier.wait()
-        found = torch.stack([self.meeting.given[rank] for rank in range(self.size)])
-        self.meeting.barrier.wait()
+        self.exchange.given[self.rank] = x.clone()
+        self.exchange.barrier.wait()
+        found = torch.stack([self.exchange.given[rank] for rank in range(self.size)])
+        self.exchange.barrier.wait()
         return found
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
@@ -68,17 +68,17 @@ class ThreadGroup:
 
     def send(self, x: Tensor, to: int) -> None:
         """Leave a tensor for another rank."""
-        self.meeting.mail[self.rank, to].put(x.clone())
+        self.exchange.mail[self.rank, to].put(x.clone())
 
     def receive(self, x: Tensor, source: int) -> Tensor:
         """Wait for a tensor of another rank."""
-        return x.copy_(self.meeting.mail[source, self.rank].get(timeout=PATIENCE))
+        return x.copy_(self.exchange.mail[source, self.rank].get(timeout=PATIENCE))
 
 
 def groups_of(size: int) -> list[ThreadGroup]:
     """Return the ranks of a group."""
-    meeting = _Meeting(size)
-    return [ThreadGroup(rank, meeting) for rank in range(size)]
+    exchange = _Exchange(size)
+    return [ThreadGroup(rank, exchange) for rank in range(size)]
 
 
 def of_ranks(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], T]) -> list[T]:
@@ -89,7 +89,7 @@ def of_ranks(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], T]) ->
         try:
             return work(group)
         except BaseException:
-            group.meeting.barrier.abort()
+            group.exchange.barrier.abort()
             raise
 
     with ThreadPoolExecutor(len(groups)) as pool:

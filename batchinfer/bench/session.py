@@ -19,7 +19,7 @@ from batchinfer.bench.report import BenchReport, Series, WorkloadResult
 from batchinfer.bench.runs import timed_run
 from batchinfer.bench.workloads import Row, Workload, make_workload
 from batchinfer.core.errors import UsageError
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.load.build import load_model
 from batchinfer.engine.load.loaded_model import LoadedModel
@@ -42,7 +42,7 @@ Notice = Callable[[str], None]
 Measure = Callable[[str, tuple[str, ...]], MeasuredPeaks]
 PEER_WARM_UP = 8  # rows
 WARM_UP_TOKENS = 4
-DRAFTS: tuple[DraftName, ...] = ("prompt", "answers")  # the draft sources that need no earlier result
+DRAFTS: tuple[DraftSourceName, ...] = ("prompt", "answers")  # the draft sources that need no earlier result
 
 
 def run_bench(options: BenchOptions, notice: Notice, measure: Measure | None = None) -> BenchReport:

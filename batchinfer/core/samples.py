@@ -16,7 +16,7 @@ LaunchMode = Literal["full_graph", "piecewise_graph", "eager"]
 LAUNCH_MODES: tuple[LaunchMode, ...] = ("full_graph", "piecewise_graph", "eager")
 # Draft sources: the row's own prompt and answer; other answers of the job; the row's answer in the previous result; a
 # draft model; draft heads
-DraftName = Literal["prompt", "answers", "earlier", "model", "heads"]
+DraftSourceName = Literal["prompt", "answers", "earlier", "model", "heads"]
 ExpertTokens = Mapping[int, list[int]]  # layer → tokens routed to each of its experts
 
 

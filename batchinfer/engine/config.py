@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.core.request import TokenIds
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.core.sampling import Pooling
 from batchinfer.engine.ranks.division import UNDIVIDED, Division
 from batchinfer.models.parallel.expert_placement import ExpertPlacement
@@ -136,7 +136,7 @@ class EngineConfig:
     memory: int | None = None
     peaks: Peaks | None = None
     logprobs: int | None = None
-    drafts: tuple[DraftName, ...] = ()
+    drafts: tuple[DraftSourceName, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

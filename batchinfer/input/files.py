@@ -10,8 +10,8 @@ from pathlib import Path
 
 from batchinfer.core.errors import InputCorrupt, InputMissing, StorageError
 from batchinfer.filesystem.location import Location
+from batchinfer.input.format_detection import format_of, known_suffixes, named_by, packed_formats
 from batchinfer.input.input_file import InputFile
-from batchinfer.input.registry import format_of, known_suffixes, named_by, packed_formats
 from batchinfer.job.file import not_utf8
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from batchinfer.core.errors import InputMissing
 from batchinfer.input.chunk import ChunkSize
 from batchinfer.input.files import list_inputs
+from batchinfer.input.format_detection import by_name
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.protocol import DEFAULT_TEXT, TextOptions
 from batchinfer.input.reader import Reader, SampleSize, Strata
-from batchinfer.input.registry import by_name
 
 if TYPE_CHECKING:
     from batchinfer.job import InputSection, Job

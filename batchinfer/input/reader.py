@@ -10,10 +10,10 @@ import pyarrow as pa
 
 from batchinfer.core.request import RowError
 from batchinfer.input.chunk import DEFAULT_SIZE, ChunkSize, InputChunk, RowBatch, read_batch
+from batchinfer.input.format_detection import by_name
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.openai import looks_like_openai
 from batchinfer.input.protocol import DEFAULT_TEXT, FormatReader, ReadOptions, TextOptions, WideColumns
-from batchinfer.input.registry import by_name
 from batchinfer.input.typed_rows import check_same_schema, common_schema
 
 Shape = Literal["table", "openai"]

@@ -380,11 +380,13 @@ AdapterPath = Annotated[
 Whole = Annotated[int, Field(ge=1, le=INT32_MAX)]
 Auto = Literal["auto"]
 # Draft sources that a job may name. A draft model or heads have a section instead.
-DraftSource = Literal["prompt", "answers", "earlier"]
-AUTO_DRAFTS: tuple[DraftSource, ...] = get_args(DraftSource)
-DraftSources = Annotated[tuple[DraftSource, ...], Field(min_length=1), BeforeValidator(_no_removed_source)]
+JobDraftSource = Literal["prompt", "answers", "earlier"]
+AUTO_DRAFTS: tuple[JobDraftSource, ...] = get_args(JobDraftSource)
+JobDraftSources = Annotated[
+    tuple[JobDraftSource, ...], Field(min_length=1), BeforeValidator(_no_removed_source)
+]
 DRAFTS = ValidValues(
-    f"auto, off, a list of any of {', '.join(get_args(DraftSource))}, or a section with the key model or heads"
+    f"auto, off, a list of any of {', '.join(get_args(JobDraftSource))}, or a section with the key model or heads"
 )
 Name = Annotated[
     str,

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, ValidationError
 
 from batchinfer.core.errors import JobFileError, Mistake
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.core.text import without_markup
 from batchinfer.job.check import check
@@ -33,9 +33,9 @@ from batchinfer.job.field_types import (
     Column,
     DeadlineText,
     Delimiter,
-    DraftSources,
     Encoding,
     Engines,
+    JobDraftSources,
     JsonSchema,
     KvMemory,
     Labels,
@@ -501,7 +501,7 @@ class Job(Section):
     ray: RaySection | None = Field(
         default=None, description="The Ray cluster on which engines run. null: none, and nothing listens."
     )
-    drafts: Annotated[Literal["auto", "off"] | DraftSources | DraftModelSection, DRAFTS] = Field(
+    drafts: Annotated[Literal["auto", "off"] | JobDraftSources | DraftModelSection, DRAFTS] = Field(
         default="auto",
         description="[Sources of draft tokens](drafts.md): `auto`, `off`, a list, or a section that names a draft "
         "model or heads. A list has any of `prompt` (the row's own text), `answers` (other answers of "
@@ -721,7 +721,7 @@ class Job(Section):
         return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     @property
-    def draft_sources(self) -> tuple[DraftName, ...]:
+    def draft_sources(self) -> tuple[DraftSourceName, ...]:
         """Return the names of the sources of draft tokens, such as "prompt".
 
         Empty if drafts are off, or answers are no texts.

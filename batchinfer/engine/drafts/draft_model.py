@@ -13,7 +13,7 @@ import numpy as np
 
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import TokenLogprobs
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.engine.drafts.acceptance import NodeAcceptance
 from batchinfer.engine.drafts.draft_value import expected_accepted
 from batchinfer.engine.drafts.proposal_times import ProposalTimes
@@ -142,7 +142,7 @@ class DraftModelSource:
         self._acceptance = NodeAcceptance()
 
     @property
-    def name(self) -> DraftName:
+    def name(self) -> DraftSourceName:
         """The name of this draft source in reports: "heads" for draft heads, "model" for a draft model."""
         return "heads" if self._config.head else "model"
 

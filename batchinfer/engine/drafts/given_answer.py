@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from batchinfer.core.request import TokenIds
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.engine.drafts.source import CONTEXT_TOKENS, Proposal
 from batchinfer.engine.schedule.sequence import Sequence
 
@@ -25,7 +25,7 @@ class GivenAnswer:
     answer there, it proposes the tokens after the longest match with the end of the answer.
     """
 
-    def __init__(self, name: DraftName) -> None:
+    def __init__(self, name: DraftSourceName) -> None:
         """Create a source for drafts of one origin.
 
         Args:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.engine.drafts.acceptance import NodeAcceptance
 from batchinfer.engine.drafts.source import MOST_DRAFTS
 from batchinfer.engine.loop.in_flight import AcceptedTokens
@@ -178,7 +178,7 @@ class MedusaSource:
     proposes the most likely token of each head. Penalties, logit biases and random draws of the row are ignored.
     """
 
-    name: DraftName = "heads"
+    name: DraftSourceName = "heads"
     most_rows = MOST_ROWS
 
     def __init__(

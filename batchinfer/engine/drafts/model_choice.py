@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.engine.drafts.draft_value import choose_proposal_length
 from batchinfer.engine.drafts.source import DraftingModel, Proposal
 from batchinfer.engine.loop.in_flight import AcceptedTokens
@@ -32,7 +32,7 @@ class ModelChoice:
         self.was_queried = False  # for the newest step
 
     @property
-    def name(self) -> DraftName:
+    def name(self) -> DraftSourceName:
         """The name of the draft model in reports."""
         return self._model.name
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.engine.drafts.source import CONTEXT_TOKENS, Proposal
 from batchinfer.engine.schedule.sequence import Sequence
 
@@ -32,7 +32,7 @@ class OtherAnswers:
     for the row's last 12 tokens, then for its last 6 and its last 3.
     """
 
-    name: DraftName = "answers"
+    name: DraftSourceName = "answers"
 
     def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
         self._most = most_tokens

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.engine.drafts.source import Proposal
 from batchinfer.engine.schedule.sequence import Sequence
 
@@ -26,7 +26,7 @@ class OwnText:
     last 2.
     """
 
-    name: DraftName = "prompt"
+    name: DraftSourceName = "prompt"
 
     def __init__(self) -> None:
         self._beginning: int | None = None  # prompt position from which the newest copied answer began

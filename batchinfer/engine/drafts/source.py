@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.engine.drafts.draft_value import expected_accepted
 from batchinfer.engine.loop.in_flight import AcceptedTokens
 from batchinfer.engine.schedule.draft_tree import DraftTree
@@ -56,7 +56,7 @@ class DraftSource(Protocol):
     """A draft source that searches texts, such as the row's prompt or other answers, instead of running a model."""
 
     @property
-    def name(self) -> DraftName:
+    def name(self) -> DraftSourceName:
         """The name of the draft source in jobs and reports."""
 
     def propose(self, rows: Seq[Sequence], most: int) -> list[Proposal | None]:
@@ -83,7 +83,7 @@ class DraftingModel(Protocol):
     """
 
     @property
-    def name(self) -> DraftName:
+    def name(self) -> DraftSourceName:
         """The name of the draft source in reports."""
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.engine.drafts.draft_model import DraftModelRunner, DraftModelSource
 from batchinfer.engine.drafts.drafter import CostedDrafter
 from batchinfer.engine.drafts.given_answer import GivenAnswer
@@ -21,7 +21,7 @@ from batchinfer.engine.tensors.graph_sizes import MIN_SAMPLED_ROWS, GraphSteps
 from batchinfer_kernels.cost import Peaks
 
 # In the order in which they are queried: the most specific to a row first
-_SOURCES: Mapping[DraftName, Callable[[], DraftSource]] = {
+_SOURCES: Mapping[DraftSourceName, Callable[[], DraftSource]] = {
     "earlier": partial(GivenAnswer, "earlier"),
     "model": partial(GivenAnswer, "model"),
     "prompt": OwnText,
@@ -30,7 +30,7 @@ _SOURCES: Mapping[DraftName, Callable[[], DraftSource]] = {
 
 
 def make_drafter(
-    names: Seq[DraftName],
+    names: Seq[DraftSourceName],
     runner: Runner,
     peaks: Peaks | None,
     max_num_seqs: int,

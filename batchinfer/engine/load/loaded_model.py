@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.engine.config import EngineInfo
 from batchinfer.engine.drafts.draft_model import DraftModelRunner
 from batchinfer.engine.drafts.medusa import MedusaRunner
@@ -53,7 +53,7 @@ class LoadedModel:
     info: EngineInfo
     expert_loads: ExpertLoads
     masks: ConstraintMasks | None = None
-    drafts: tuple[DraftName, ...] = ()
+    drafts: tuple[DraftSourceName, ...] = ()
     proposer: AnyProposer | None = None
     turns: int = 1
 

@@ -24,8 +24,8 @@ from batchinfer.pipeline.workers.messages import (
     Pulse,
     WorkerSpec,
 )
-from batchinfer.pipeline.workers.ranks.meeting import ParentConnection
 from batchinfer.pipeline.workers.ranks.others import OtherRanks
+from batchinfer.pipeline.workers.ranks.rendezvous import ParentConnection
 
 T = TypeVar("T")
 

@@ -27,8 +27,8 @@ from batchinfer.pipeline.workers.messages import (
     WorkDone,
     WorkerSpec,
 )
-from batchinfer.pipeline.workers.ranks.meeting import ParentConnection
 from batchinfer.pipeline.workers.ranks.others import OtherRanks
+from batchinfer.pipeline.workers.ranks.rendezvous import ParentConnection
 from batchinfer.pipeline.workers.shared_cores import SharedCores
 from batchinfer_kernels.cpu.spinning import SpinControl
 

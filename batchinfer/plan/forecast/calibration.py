@@ -51,7 +51,7 @@ class CalibrationSample:
         return self.tokens // max(1, self.rows) + self.answer_tokens
 
     @property
-    def whole(self) -> int:
+    def total_tokens(self) -> int:
         """Return the number of tokens of all rows of the sample, if every answer has the maximum length."""
         return self.rows * self.length
 
@@ -123,7 +123,7 @@ def calibration_forecast(
         return CalibrationForecast(sample.rows, sample.tokens, None, _NO_GPU)
     if peak is None or setting.peaks is None:
         return CalibrationForecast(sample.rows, sample.tokens, None, _UNMEASURED)
-    searched = sample.whole * (HELD_OUT_OF - 1) // HELD_OUT_OF
+    searched = sample.total_tokens * (HELD_OUT_OF - 1) // HELD_OUT_OF
     work = calibration_work(checkpoint, searched, group)
     if sample.answer_tokens:  # answers come from a model that is quantised while it is loaded
         work += CalibrationWork(scaled=work.weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.core.samples import DraftName
+from batchinfer.core.samples import DraftSourceName
 from batchinfer.engine.config import DraftModelConfig
 from batchinfer.job import Job
 from batchinfer.job.field_types import AUTO_DRAFTS
@@ -46,7 +46,7 @@ class EngineParts:
         drafts = job.drafts
         return drafts.heads if self.heads is not None and isinstance(drafts, DraftModelSection) else None
 
-    def draft_sources(self, job: Job) -> tuple[DraftName, ...]:
+    def draft_sources(self, job: Job) -> tuple[DraftSourceName, ...]:
         """Return the names of the draft sources that the job's engines use."""
         return AUTO_DRAFTS if self.draft_model is not None else job.draft_sources
 

@@ -25,7 +25,7 @@ from batchinfer.models.parallel.group import SingleRankGroup
 from batchinfer.models.parallel.shard import ModelShard, Portion
 from batchinfer.models.spec.parameters import layer_parameters
 from batchinfer.models.spec.spec import ExpertsSpec
-from batchinfer.pipeline.workers.ranks.meeting import Meeting
+from batchinfer.pipeline.workers.ranks.rendezvous import RendezvousFile
 from batchinfer_kernels.routing import Routing
 from tests.model_costs import llama_spec
 from tests.thread_ranks import ThreadGroup, groups_of, of_ranks
@@ -45,7 +45,7 @@ def test_who_sends_tokens_has_sent_a_word(tensor: int, stages: int) -> None:
             super().send(x, to)
 
     def meet(group: ThreadGroup) -> None:
-        everyone = Counting(group.rank, group.meeting)
+        everyone = Counting(group.rank, group.exchange)
         _warm_up_groups(group.rank, division, (everyone, SingleRankGroup()), CPU)
 
     of_ranks(groups_of(division.ranks), meet)
@@ -141,9 +141,9 @@ def test_expert_ranks_have_equal_shares_and_all_other_weights() -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_ranks_listen_only_on_loopback() -> None:
-    meeting = Meeting(Division(tensor=2))
+    rendezvous = RendezvousFile(Division(tensor=2))
     task = f"{__name__}:listening"
-    children = [Child(task, meeting.rank_config(rank), files=meeting.files) for rank in (0, 1)]
+    children = [Child(task, rendezvous.rank_config(rank), files=rendezvous.files) for rank in (0, 1)]
     try:
         found = [child.connection.recv() for child in children]
     finally:

@@ -14,7 +14,7 @@ import pytest
 
 from batchinfer.core.errors import InputCorrupt
 from batchinfer.input.files import list_inputs
-from batchinfer.input.registry import FORMATS, OPENAI, named_by
+from batchinfer.input.format_detection import FORMATS, OPENAI, named_by
 from batchinfer.job import InputSection
 
 

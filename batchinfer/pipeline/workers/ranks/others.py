@@ -19,7 +19,7 @@ from batchinfer.pipeline.workers.endings import Leave
 from batchinfer.pipeline.workers.engine_entry import RANK
 from batchinfer.pipeline.workers.heartbeat import BEAT_S, STARTING_S
 from batchinfer.pipeline.workers.messages import Failed, Finish, Left, Loaded, Pulse, WorkerSpec
-from batchinfer.pipeline.workers.ranks.meeting import Meeting, ParentConnection
+from batchinfer.pipeline.workers.ranks.rendezvous import ParentConnection, RendezvousFile
 
 MISSED_S = 5 * BEAT_S  # limit on the time between heartbeats of a rank
 _OTHERS_S = 0.5  # how long to wait after the end of a rank for messages of others, which may explain it
@@ -92,13 +92,13 @@ class OtherRanks:
         self.rank_config: RankConfig | None = None  # of this process, or None without other ranks
         self._children: list[Child] = []
         self._sending = threading.Lock()
-        self._meeting: Meeting | None = None
+        self._rendezvous: RendezvousFile | None = None
         if not spec.others:
             return
-        self._meeting = meeting = Meeting(spec.division)
-        self.rank_config = meeting.rank_config(0)
+        self._rendezvous = rendezvous = RendezvousFile(spec.division)
+        self.rank_config = rendezvous.rank_config(0)
         for rank, other in enumerate(spec.others, 1):
-            self._children.append(Child(RANK, other, meeting.rank_config(rank), files=meeting.files))
+            self._children.append(Child(RANK, other, rendezvous.rank_config(rank), files=rendezvous.files))
         threading.Thread(target=self._receive_all, daemon=True, name="ranks").start()
 
     def send(self, message: object) -> None:
@@ -117,8 +117,8 @@ class OtherRanks:
         """Wait until all other ranks have loaded their weights."""
         with self._changed:
             self._changed.wait_for(lambda: self._loaded == len(self._children))
-        if self._meeting is not None:
-            self._meeting.over()
+        if self._rendezvous is not None:
+            self._rendezvous.remove_folder()
 
     def finish(self) -> None:
         """Tell all other ranks to end, and wait for their last messages for at most 10 seconds."""

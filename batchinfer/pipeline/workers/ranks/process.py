@@ -14,7 +14,7 @@ from batchinfer.machine.spawning import receiving
 from batchinfer.pipeline.workers.endings import failure, leave, restrict_process
 from batchinfer.pipeline.workers.loading import RankLoading
 from batchinfer.pipeline.workers.messages import Finish, Left, WorkerSpec
-from batchinfer.pipeline.workers.ranks.meeting import ParentConnection
+from batchinfer.pipeline.workers.ranks.rendezvous import ParentConnection
 
 
 def main(spec: WorkerSpec, rank_config: RankConfig, connection: Connection[Any, Any]) -> None:

@@ -19,7 +19,7 @@ from batchinfer.machine.memory import available_memory
 from batchinfer.pipeline.workers.endings import failure
 from batchinfer.pipeline.workers.loading import import_function
 from batchinfer.pipeline.workers.messages import Configure, EngineResources, Placed, WorkerSpec
-from batchinfer.pipeline.workers.ranks.meeting import ParentConnection
+from batchinfer.pipeline.workers.ranks.rendezvous import ParentConnection
 from batchinfer.pipeline.workers.ray.machine_facts import NodeFacts, node_facts, version_differences
 from batchinfer.pipeline.workers.ray.model_files import differences, digests
 from batchinfer.pipeline.workers.worker import run_engine

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from batchinfer.core.errors import BatchInferError, JobFileError, Mistake, OutOfMemory, Unavailable
 from batchinfer.core.request import Completion, Request, RowError, Tokens
-from batchinfer.core.samples import DraftName, StepSample
+from batchinfer.core.samples import DraftSourceName, StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
 from batchinfer.filesystem.death_log import DeathLog
 from batchinfer.filesystem.durable import FileOps
@@ -204,7 +204,7 @@ def pool_of(
     replicas: int,
     requests: Sequence[Request],
     interrupts: Interrupts | None = None,
-    drafts: tuple[DraftName, ...] = (),
+    drafts: tuple[DraftSourceName, ...] = (),
     log: Path = NO_LOG,
 ) -> Iterator[tuple[ReplicaPool, list[str]]]:
     notices: list[str] = []
@@ -437,7 +437,7 @@ def test_a_group_of_all_rows_is_divided_among_engines() -> None:
 
 @pytest.mark.parametrize("drafts", [("prompt",), ("prompt", "answers")])
 def test_engines_receive_answers_of_others_if_drafts_use_them(
-    drafts: tuple[DraftName, ...],
+    drafts: tuple[DraftSourceName, ...],
 ) -> None:
     requests, engines, sink = rows(*[(1, 0, 3)] * 200), Engines([Fate(2), Fate(3)]), Kept()
     with pool_of(engines, 2, requests, drafts=drafts) as (pool, _):

@@ -26,7 +26,7 @@ class ParentConnection:
             self._connection.send(message)
 
 
-class Meeting:
+class RendezvousFile:
     """A file through which the ranks of an engine find each other. Processes of other users cannot open it.
 
     It is an anonymous file on Linux, else a file in a private folder.
@@ -42,13 +42,13 @@ class Meeting:
             self._path = f"/proc/self/fd/{self.files[0]}"
         else:
             self._folder = tempfile.TemporaryDirectory(prefix="batchinfer-ranks-")
-            self._path = str(Path(self._folder.name) / "meeting")
+            self._path = str(Path(self._folder.name) / "rendezvous")
 
     def rank_config(self, rank: int) -> RankConfig:
         """Return what a rank needs to connect to the others: its number, the model's sharding, and the file's path."""
         return RankConfig(rank, self._division, self._path)
 
-    def over(self) -> None:
+    def remove_folder(self) -> None:
         """Remove the file's private folder, if it has one. Call it once all ranks are connected."""
         if self._folder is not None:
             self._folder.cleanup()

@@ -7,8 +7,8 @@ from batchinfer.filesystem.location import Location
 from batchinfer.input.format import CODECS, FORMATS, JSONL, MAGIC, Format
 
 OPENAI = "openai"  # JSON lines that hold requests
-# (first bytes of the file, kind of file, advice)
-_OTHERS: tuple[tuple[bytes, str, str], ...] = (
+# Formats that are not read: (first bytes of the file, kind of file, advice)
+_UNSUPPORTED: tuple[tuple[bytes, str, str], ...] = (
     (b"PK\x03\x04", "a zip archive, as Excel workbooks are", "unpack it, or save the sheet as CSV"),
     (b"\xd0\xcf\x11\xe0", "an old Excel or Office file", "save the sheet as CSV"),
     (b"Obj\x01", "Avro", "convert it to Parquet"),
@@ -90,7 +90,7 @@ def _sniff(location: Location, head: bytes) -> str:
         return JSONL.name
     if head[8:12] == b"DUCK":
         raise _unknown(location, "a DuckDB database", "export the table as Parquet or CSV")
-    for magic, what, advice in _OTHERS:
+    for magic, what, advice in _UNSUPPORTED:
         if head.startswith(magic):
             raise _unknown(location, what, advice)
     raise _unknown(
