@@ -128,6 +128,6 @@ def _nested(order: Ints, shared: Ints, minimum: GroupMinimum) -> Iterator[Prefix
             taken, level = common, level + 1
         else:
             common = taken + minimum.units - 1
-        cuts = (np.flatnonzero(inside <= common) + start + 1).tolist()
-        parts = list(zip((start, *cuts), (*cuts, end), strict=True))
+        borders = (np.flatnonzero(inside <= common) + start + 1).tolist()
+        parts = list(zip((start, *borders), (*borders, end), strict=True))
         ranges += [(left, right, taken, level) for left, right in reversed(parts)]

@@ -60,8 +60,8 @@ def pack_codes(codes: Tensor) -> Tensor:
     spans = -(-codes.shape[1] // SPAN)
     filled = torch.nn.functional.pad(codes, (0, SPAN * spans - codes.shape[1]))
     # One mask and shift of all words yields adjacent values, each in the 16 bits of its float
-    cut = filled.reshape(len(codes), spans, PIECES, PIECE).transpose(2, 3)
-    bytes_of = cut[..., 0::2] | cut[..., 1::2] << 4  # two neighbours of a word share a byte
+    pieces = filled.reshape(len(codes), spans, PIECES, PIECE).transpose(2, 3)
+    bytes_of = pieces[..., 0::2] | pieces[..., 1::2] << 4  # two neighbours of a word share a byte
     return bytes_of.reshape(len(codes), spans * SPAN // 2).contiguous()
 
 
@@ -72,9 +72,9 @@ def unpack_codes(packed: Tensor, inputs: int) -> Tensor:
         packed: (N, bytes) uint8.
         inputs: number of values of a row, without padding.
     """
-    cut = torch.stack((packed & 15, packed >> 4), -1)
+    values = torch.stack((packed & 15, packed >> 4), -1)
     spans = packed.shape[1] * 2 // SPAN
-    wide = cut.reshape(len(packed), spans, PIECE, PIECES).transpose(2, 3)
+    wide = values.reshape(len(packed), spans, PIECE, PIECES).transpose(2, 3)
     return wide.reshape(len(packed), spans * SPAN)[:, :inputs]
 
 

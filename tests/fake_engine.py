@@ -73,8 +73,8 @@ def hardness(prompt: Sequence[int], levels: int) -> int:
     return int(np.sum(np.asarray(prompt, np.int64))) % levels
 
 
-def is_cut(request: Request) -> bool:
-    """Return True if the answer is cut: with FAKE_ENGINE_LEVELS, if its temperature is too low."""
+def is_truncated(request: Request) -> bool:
+    """Return True if the answer is truncated: with FAKE_ENGINE_LEVELS, if its temperature is too low."""
     levels = _asked("LEVELS", 1)
     return levels > 1 and round(10 * request.params.temperature) < hardness(request.prompt, levels)
 
@@ -250,17 +250,17 @@ class FakeEngine:
         if request.params.scored:
             return Completion(request.key, scores(request), "stop")
         output = Tokens(answer(request), logprobs=logprobs(request))
-        if is_cut(request) and request.params.constraint is not None:
-            problem = RowError("incomplete_output", "policy", "the fake engine has cut the answer")
+        if is_truncated(request) and request.params.constraint is not None:
+            problem = RowError("incomplete_output", "policy", "the fake engine has truncated the answer")
             return Completion(request.key, output, "error", problem)
-        reason: FinishReason = "length" if is_cut(request) else "stop"
+        reason: FinishReason = "length" if is_truncated(request) else "stop"
         return Completion(request.key, output, reason)
 
 
 def _request(request: Request, queued: float, began: float, ended: float) -> RequestSample:
     tokens = len(request.prompt), len(answer(request))
-    cut = is_cut(request)
-    return RequestSample(request.key, *tokens, 0, 0, queued, began, ended, ended, cut=cut)
+    truncated = is_truncated(request)
+    return RequestSample(request.key, *tokens, 0, 0, queued, began, ended, ended, cut=truncated)
 
 
 def _step(step: int, times: tuple[float, float], tokens: tuple[int, int, int], waiting: int) -> StepSample:

@@ -30,13 +30,13 @@ class Hub:
     commits: dict[str, dict[str, bytes]]
     refs: dict[str, str]
     url: str = ""
-    cut: dict[str, int] = field(default_factory=dict)  # by file: bytes before the connection breaks
+    breaks: dict[str, int] = field(default_factory=dict)  # by file: bytes before the connection breaks
     damaged: set[str] = field(default_factory=set)
     error: tuple[int, str] | None = None  # every answer is this status, with this X-Error-Code
     stalled: threading.Event = field(
         default_factory=threading.Event
-    )  # set: a cut file hangs instead of breaking
-    reached: threading.Event = field(default_factory=threading.Event)  # a cut was reached
+    )  # set: a broken connection hangs instead of breaking
+    reached: threading.Event = field(default_factory=threading.Event)  # a break was reached
     served: Counter[str] = field(default_factory=Counter)
     tokens: dict[str, str | None] = field(default_factory=dict)  # request → its Authorization
 
@@ -163,7 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        end = self.hub.cut.get(name)
+        end = self.hub.breaks.get(name)
         part = body if end is None else body[: max(0, end - start)]
         self.hub.served[name] += len(part)
         self.wfile.write(part)

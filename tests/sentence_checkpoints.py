@@ -159,7 +159,7 @@ def make_cross_encoder(
 
 
 def pair_logits(folder: Path, pairs: Sequence[tuple[str, str]], longest: int = 128) -> list[float]:
-    """Return transformers' logit of each pair alone; long pairs are cut as in sentence-transformers."""
+    """Return transformers' logit of each pair alone; long pairs are truncated as in sentence-transformers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"

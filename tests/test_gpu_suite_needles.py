@@ -25,7 +25,7 @@ FAR = 5 * TOLERANCE
 
 
 def test_borders_are_where_tiles_blocks_and_segments_meet():
-    found = borders(2100, cuts=[700])
+    found = borders(2100, splits=[700])
     assert {0, 15, 16, 63, 64, 127, 128, 1023, 1024, 2047, 2048, 2099, 699, 700} <= set(found)
     assert borders(1) == [0]
     assert all(0 <= at < 33 for at in borders(33))
@@ -94,9 +94,9 @@ def test_programs_borders_have_needles_too():
 
     paged = Paged.random([5000] * 4, HEADS, torch.bfloat16, CPU, shared_keys=4096)
     plan = planned(paged, 1, [SharedPrefix(range(4), 4096)])
-    cuts = needles._cuts(plan)
-    assert set(cuts) == {0, 1, 2, 3}
-    assert all(0 in own and 4096 in own for own in cuts.values())
+    splits = needles._splits(plan)
+    assert set(splits) == {0, 1, 2, 3}
+    assert all(0 in own and 4096 in own for own in splits.values())
 
 
 def test_the_worst_row_and_head_is_named():

@@ -137,7 +137,7 @@ def test_no_function_is_long() -> None:
     assert found == []
 
 
-def test_folders_are_not_cut_too_finely() -> None:
+def test_folders_are_not_split_too_finely() -> None:
     """One noun per file, but a reader does not open a file per definition."""
     lengths: dict[str, list[int]] = {}
     for path in sources(*MERGED_ROOMS):

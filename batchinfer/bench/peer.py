@@ -54,7 +54,7 @@ class TransformersPeer:
     def run(self, rows: Sequence[Row]) -> PeerRun:
         """Generate the answers of all rows, including duplicates, in batches of rows of similar length.
 
-        A batch generates the number of tokens that its longest row needs, and the answers of shorter rows are cut.
+        A batch generates the number of tokens that its longest row needs. The answers of shorter rows are truncated.
         """
         began = time.perf_counter()
         answers: list[tuple[int, ...]] = [()] * len(rows)

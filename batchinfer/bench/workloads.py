@@ -92,10 +92,10 @@ def make_workload(name: str, vocab: int, rows: int | None = None, most_out: int 
         raise UsageError(f"--rows is {rows}; at least 1 is needed")
     make, size = WORKLOADS[name]
     made = (_folded(row, vocab) for row in make(size if rows is None else rows))
-    return Workload(name, tuple(row if most_out is None else _cut(row, most_out) for row in made))
+    return Workload(name, tuple(row if most_out is None else _truncate(row, most_out) for row in made))
 
 
-def _cut(row: Row, most_out: int) -> Row:
+def _truncate(row: Row, most_out: int) -> Row:
     return replace(row, max_tokens=min(row.max_tokens, most_out))
 
 

@@ -80,7 +80,7 @@ def _written(value: Any) -> str:
 
 
 def repeated_name(pairs: list[tuple[str, Any]]) -> str | None:
-    """Return the first name of a JSON object that repeats an earlier one, cut to 100 characters; None if there is none.
+    """Return the first repeated name of a JSON object, truncated to 100 characters; None if there is none.
 
     Args:
         pairs: The (name, value) pairs of the object.

@@ -1,6 +1,6 @@
-"""The markers of a model's reasoning, and `cut`, which separates the reasoning from the final answer.
+"""The markers of a model's reasoning, and `locate_reasoning`, which separates the reasoning from the final answer.
 
-The engine's constraints, the checks of answers and the result columns all use `cut`.
+The engine's constraints, the checks of answers and the result columns all use `locate_reasoning`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Reasoning:
         return self.tokens._replace(begin=()) if opening == OPEN else self.tokens
 
 
-class ReasoningCut(NamedTuple):
+class ReasoningSpan(NamedTuple):
     """The positions of the reasoning and of the final answer in the tokens of an answer.
 
     Args:
@@ -107,10 +107,10 @@ class ReasoningCut(NamedTuple):
     reasons: bool = True
 
 
-NO_REASONING = ReasoningCut(0, 0, 0, False)
+NO_REASONING = ReasoningSpan(0, 0, 0, False)
 
 
-def cut(ids: Sequence[int], marks: ReasoningTokens) -> ReasoningCut:
+def locate_reasoning(ids: Sequence[int], marks: ReasoningTokens) -> ReasoningSpan:
     """Find the reasoning in the tokens of an answer.
 
     Reasoning must begin with the first token of the answer. Later markers are text, because a model may write about its
@@ -122,17 +122,17 @@ def cut(ids: Sequence[int], marks: ReasoningTokens) -> ReasoningCut:
     """
     first = _first_mark(ids, marks) if marks.begin else ()
     if first is None:
-        return ReasoningCut(len(ids), len(ids), None) if _is_cut_short(ids, marks) else NO_REASONING
+        return ReasoningSpan(len(ids), len(ids), None) if _is_partial_marker(ids, marks) else NO_REASONING
     if first != marks.begin:
-        return ReasoningCut(0, 0, len(first), False)
+        return ReasoningSpan(0, 0, len(first), False)
     start = len(first)
     at = find(ids, marks.closing, start)
     if at < 0:
-        return ReasoningCut(start, max(start, len(ids) - partial_marker_length(ids, marks.end)), None)
+        return ReasoningSpan(start, max(start, len(ids) - partial_marker_length(ids, marks.end)), None)
     answer = at + len(marks.closing)
     end_mark = answer - len(marks.end)
     has_end_mark = end_mark >= start and _is_at(ids, marks.end, end_mark)
-    return ReasoningCut(start, end_mark if has_end_mark else at, answer)
+    return ReasoningSpan(start, end_mark if has_end_mark else at, answer)
 
 
 def find(ids: Sequence[int], wanted: Ids, start: int = 0) -> int:
@@ -175,6 +175,6 @@ def _first_mark(ids: Sequence[int], marks: ReasoningTokens) -> Ids | None:
     return next((mark for mark in shorter_first if _is_at(ids, mark, 0)), None)
 
 
-def _is_cut_short(ids: Sequence[int], marks: ReasoningTokens) -> bool:
+def _is_partial_marker(ids: Sequence[int], marks: ReasoningTokens) -> bool:
     given = tuple(ids)
     return bool(given) and any(given == mark[: len(given)] for mark in (marks.begin, marks.answer))

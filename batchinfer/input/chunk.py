@@ -1,4 +1,4 @@
-"""Chunks: consecutive rows of a file. Cutting a chunk is cheap; another process usually parses its rows."""
+"""Chunks: consecutive rows of a file. Finding the ends of a chunk is cheap; another process usually parses its rows."""
 
 from __future__ import annotations
 

@@ -132,13 +132,13 @@ class WholeLines:
         most: The approximate number of bytes to yield, or None for the whole file.
 
     Attributes:
-        cut: True after the iteration if the file goes on after the sample.
+        truncated: True after the iteration if the file goes on after the sample.
     """
 
     def __init__(self, chunks: Iterator[bytes], most: int | None) -> None:
         self._chunks = chunks
         self._most = most
-        self.cut = False
+        self.truncated = False
 
     def __iter__(self) -> Iterator[bytes]:
         if self._most is None:
@@ -151,7 +151,7 @@ class WholeLines:
             yield line[:end]
             line = line[end:]
             if len(chunk) >= left:
-                self.cut = True
+                self.truncated = True
                 return
             left -= len(chunk)
         yield line

@@ -20,7 +20,7 @@ class RowProblem(Exception):
 
 
 def row_error(code: str, message: str, error_class: ErrorClass = "input") -> RowError:
-    """Return a RowError with its message cut to 2 KiB of UTF-8.
+    """Return a RowError with its message truncated to 2 KiB of UTF-8.
 
     Args:
         code: The machine-readable cause, such as "bad_json".

@@ -1,4 +1,4 @@
-"""Rows of typed formats (Parquet, Arrow): cuts them into small parts and converts them to Python values."""
+"""Rows of typed formats (Parquet, Arrow): splits them into small parts and converts them to Python values."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def blank_rows(part: pa.RecordBatch, bad: Collection[int]) -> pa.RecordBatch:
 
 
 def split_batch(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Cut a batch into parts of at most 4 MiB when unpacked. A single row may be larger."""
+    """Split a batch into parts of at most 4 MiB when unpacked. A single row may be larger."""
     if batch.num_rows == 0:
         return
     if batch.num_rows == 1 or unpacked_size(batch) <= _SLICE_BYTES:

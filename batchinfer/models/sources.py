@@ -89,7 +89,7 @@ class ModelSource:
             CannotSplit: The model cannot be sharded like this.
         """
         shard, merged = ranks.shard, self.merged
-        if merged is not None and shard.cuts_layers:
+        if merged is not None and shard.splits_layers:
             raise CannotSplit(DORA_NOT_SHARDED)
         own = shard_spec(self.spec, shard)
         return replace(

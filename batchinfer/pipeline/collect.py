@@ -149,10 +149,10 @@ class Collector:
         for request in done.requests:
             rows = self._in_flight[request.key].users
             self._meter.request(request, rows, done.engine, done.replica)
-        cut = {request.key for request in done.requests if request.cut}
+        truncated = {request.key for request in done.requests if request.cut}
         for given, completion in zip(done.completions, completions, strict=True):
             tokens = len(given.tokens.token_ids)
-            self._count(completion, tokens, completion.key in cut, done.engine)
+            self._count(completion, tokens, completion.key in truncated, done.engine)
         self._store.maybe_commit()
 
     def should_stop(self) -> bool:
@@ -169,7 +169,7 @@ class Collector:
         if self._revised is not None:
             self._revised.look(self._progress)
 
-    def _count(self, completion: Completion, tokens: int, cut: bool, engine: int) -> None:
+    def _count(self, completion: Completion, tokens: int, truncated: bool, engine: int) -> None:
         expected, invalid = self._in_flight.pop(completion.key), is_invalid(completion)
         self.invalid += invalid
         served = expected.final_users if invalid else expected.users  # the other rows run again
@@ -186,6 +186,6 @@ class Collector:
             completion_tokens=tokens,
             rows=served,
             error=None if completion.error is None else completion.error.code,
-            cut=cut,
+            truncated=truncated,
             engine=engine,
         )

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-FEWEST = 16  # complete answers that an estimate needs; an answer cut at its limit does not count
+FEWEST = 16  # complete answers that an estimate needs; an answer truncated at its limit does not count
 AGAIN = 1.05  # the estimate is updated when the number of complete answers has grown by this factor
 
 
@@ -43,7 +43,7 @@ class ExpectedOutput:
         self._most, self._most_of_finished = most, 0
         self._generated = self._finished = 0  # tokens of all answers, and of finished ones
         self._lengths: Counter[int] = Counter()  # of complete answers
-        self._cut: Counter[int] = Counter()  # lengths of answers cut at their limit
+        self._truncated: Counter[int] = Counter()  # lengths of answers truncated at their limit
         self._bounds: Counter[int] = Counter()  # limits of finished answers
         self._in_work: dict[int, _InWork] = {}  # by engine
         # The estimated ratio of answers to their limits, and the complete answers at that time
@@ -68,20 +68,20 @@ class ExpectedOutput:
         self._generated += tokens
         self._in_work.setdefault(engine, _InWork()).step(running)
 
-    def finished(self, most: int, tokens: int, cut: bool, engine: int) -> None:
+    def finished(self, most: int, tokens: int, truncated: bool, engine: int) -> None:
         """Count a finished answer.
 
         Args:
             most: Maximum tokens that the answer could have.
             tokens: The tokens that it has.
-            cut: True if it ended at the maximum.
+            truncated: True if it ended at the maximum.
             engine: The number of the engine.
         """
         if engine in self._in_work:
             self._in_work[engine].finished(tokens)
-        (self._cut if cut else self._lengths)[tokens] += 1
+        (self._truncated if truncated else self._lengths)[tokens] += 1
         self._bounds[most] += 1
-        self.ended += not cut
+        self.ended += not truncated
         self._finished += tokens
         self._most_of_finished += most
 
@@ -103,7 +103,7 @@ class ExpectedOutput:
             estimate_survival,  # imported late, because NumPy delays the first line of a run
         )
 
-        survival = estimate_survival(self._lengths, self._cut + self._unfinished())
+        survival = estimate_survival(self._lengths, self._truncated + self._unfinished())
         if survival is None:
             return 1.0
         most = sum(bound * times for bound, times in self._bounds.items())

@@ -354,7 +354,7 @@ class Progress:
         completion_tokens: int,
         rows: int = 1,
         error: str | None = None,
-        cut: bool = False,
+        truncated: bool = False,
         engine: int = 0,
     ) -> None:
         """Count a finished request, and update the display.
@@ -364,14 +364,14 @@ class Progress:
             completion_tokens: Its output tokens.
             rows: The number of rows that it answers.
             error: Its error code, or None.
-            cut: True if its answer ended at the maximum.
+            truncated: True if its answer ended at the maximum.
             engine: The number of its engine.
         """
         work = self._current()
         if error is not None and rows:
             self._errors[error] += rows
         work.rows += rows
-        work.output.finished(expected_tokens, completion_tokens, cut, engine)
+        work.output.finished(expected_tokens, completion_tokens, truncated, engine)
         self.tick()
 
     def tick(self) -> None:

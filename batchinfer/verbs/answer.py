@@ -145,8 +145,8 @@ def _batches(texts: duckdb.DuckDBPyRelation, json_columns: Sequence[int]) -> Ite
         yield list(zip(*columns, strict=True))
 
 
-# rich's Table takes 29 ms to import, keeps all rows before it prints the first, and wraps or cuts values. Here rows are
-# printed as they are read, and an answer that is too wide becomes blocks.
+# rich's Table takes 29 ms to import, keeps all rows before it prints the first, and wraps or truncates values. Here
+# rows are printed as they are read, and an answer that is too wide becomes blocks.
 @dataclass(frozen=True, slots=True)
 class _Table:
     names: list[str]

@@ -166,7 +166,7 @@ class BatchInferLM(TemplateLM):
         for (
             context,
             continuation,
-        ) in pairs:  # as the harness's own models do, cut what does not fit from the left
+        ) in pairs:  # as the harness's own models do, truncate on the left what does not fit
             room = max(1, self.max_length + 1 - len(continuation))
             rows.append({"context": [*context][-room:], "continuation": [*continuation]})
         score = {"prompt": {"token_ids": "context"}, "score": {"continuation": "continuation"}}

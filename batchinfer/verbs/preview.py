@@ -73,7 +73,7 @@ class PreviewedRow:
     def body(self) -> str:
         """Return the lines about the row: text, token ids and continuations, or the error.
 
-        Long prompts and lists are cut in the middle.
+        Long prompts and lists are shortened in the middle.
         """
         if self.error is not None:
             return f"error {self.error['code']}: {self.error['message']}\n"

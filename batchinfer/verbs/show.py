@@ -108,7 +108,7 @@ class ShownRows:
 
 
 def example_lines(results: Path, width: int) -> list[str]:
-    """Return the answers to the first rows of a published result, each cut to a line of `width` terminal columns."""
+    """Return the answers to the first rows of a published result, each in at most `width` terminal columns."""
     manifest = read_manifest(Location.at(results))
     if manifest is None or not manifest.files:
         return []

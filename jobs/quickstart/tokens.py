@@ -1,7 +1,7 @@
 """The tokenizer: a small byte-level BPE in which copying is easy.
 
 A word must always become the same tokens, or copying would also mean re-spelling. So spaces are separate tokens, every
-digit and every mark is one token, and the fixed parts of the answer are cut out before the words are.
+digit and every mark is one token, and the fixed parts of the answer are split off before the words are.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
         size: The number of tokens.
     """
     tokenizer = Tokenizer(BPE())
-    cuts = [
+    splitters = [
         Split(_CUTS, "isolated"),
         Digits(individual_digits=True),
         ByteLevel(add_prefix_space=False, use_regex=False),
     ]
-    tokenizer.pre_tokenizer = Sequence(cuts)
+    tokenizer.pre_tokenizer = Sequence(splitters)
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
         vocab_size=size, special_tokens=SPECIAL, initial_alphabet=ByteLevel.alphabet(), show_progress=False

@@ -48,7 +48,7 @@ SEED = 20261120
 VOCABULARY = 1024
 TOKENIZER_EXAMPLES = 30_000
 EASY = 3  # while easy: draw three times as many sentences and keep the shortest third
-POOL = 16  # batches drawn together and cut by length, so that padding stays below 5 %
+POOL = 16  # batches drawn together and split by length, so that padding stays below 5 %
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Plans once per step which queries read which tiles of the paged KV cache together; all layers use the plan.
 
-The queries of a step are cut into items: queries of one sequence that read its blocks together, sized for a core's
+The queries of a step are split into items: queries of one sequence that read its blocks together, sized for a core's
 cache. Sequences with few queries that share leading blocks (`prefix_groups`) read these together, level by level, in
 one matrix product per group. Between levels each row keeps its maximum, its sum of weights and its weighted sum of V.
 """
@@ -34,7 +34,7 @@ _ITEM = 7  # fields: first row, rows, sequence, first tile, end tile, starts, en
 class CachePages:
     """How attention divides a paged cache into tiles, the keys that it reads at a time.
 
-    Each block is cut into units, and consecutive units of a sequence are joined to tiles.
+    Each block is split into units, and consecutive units of a sequence are joined to tiles.
 
     Attributes:
         block_size: number of tokens of a block.

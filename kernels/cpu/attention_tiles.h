@@ -5,7 +5,7 @@
  * tile of keys is copied to the L1 cache, because its units are in different blocks, and unneeded slots must be 0: 0 x
  * NaN is NaN. Queries are copied too, because the rows of a tile need one stride.
  *
- * Rows are cut into tiles of equal height, at most TILE_ROWS. All rows of bfloat16 use tiles, even a single one: a tile
+ * Rows are split into tiles of equal height, at most TILE_ROWS. All rows of bfloat16 use tiles, even a single one: a tile
  * rounds differently from a vector's dot, and a row's bits must not depend on the number of rows. Few rows cost no
  * more, because tiles are only as high as needed, and reading the keys dominates.
  */

@@ -126,14 +126,14 @@ static void sum_widened(const uint8_t *x, const vi *panel, int64_t words, int64_
 }
 #endif
 
-/* Cuts quantised rows for a product with a weight. If panels are widened, more rows than a block are cut evenly. */
-INLINE Cut cut_codes(int64_t from, int64_t rows, int64_t inputs, int64_t group) {
-    Cut cut = cut_rows(from, rows, codes_of(inputs), TILES && !group);
+/* Splits quantised rows for a product with a weight. If panels are widened, more rows than a block are split evenly. */
+INLINE RowSplit split_quantized_rows(int64_t from, int64_t rows, int64_t inputs, int64_t group) {
+    RowSplit split = split_rows(from, rows, codes_of(inputs), TILES && !group);
 #if WIDE_CODES
     if (!group && rows > ROWS) {
         int64_t blocks = (rows + CODE_ROWS - 1) / CODE_ROWS, height = ((rows + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS;
-        cut = cut_evenly(from, rows, height, codes_of(inputs));
+        split = split_evenly(from, rows, height, codes_of(inputs));
     }
 #endif
-    return cut;
+    return split;
 }

@@ -23,12 +23,12 @@ typedef struct {
 
 INLINE int NAME(in_tiles)(const Weight *first) { return first->starts ? TILES && !first->group : IN_TILES; }
 
-/* Cuts the rows of an expert, whose weight has the shape of `first`. */
-INLINE Cut NAME(expert_rows)(const Weight *first, const int64_t *starts, int64_t expert) {
+/* Splits the rows of an expert, whose weight has the shape of `first`. */
+INLINE RowSplit NAME(expert_rows)(const Weight *first, const int64_t *starts, int64_t expert) {
     int64_t rows = starts[expert + 1] - starts[expert];
-    if (IN_SLICES && is_mxfp4(first)) return (Cut){starts[expert], rows, WIDE_ROWS, (rows + WIDE_ROWS - 1) / WIDE_ROWS, 1};
-    if (first->starts) return cut_codes(starts[expert], rows, first->inputs, first->group);
-    return cut_rows(starts[expert], rows, first->inputs * (int64_t)sizeof(REAL), IN_TILES);
+    if (IN_SLICES && is_mxfp4(first)) return (RowSplit){starts[expert], rows, WIDE_ROWS, (rows + WIDE_ROWS - 1) / WIDE_ROWS, 1};
+    if (first->starts) return split_quantized_rows(starts[expert], rows, first->inputs, first->group);
+    return split_rows(starts[expert], rows, first->inputs * (int64_t)sizeof(REAL), IN_TILES);
 }
 
 /* Computes the first row block of each expert, and the end of the last one. Experts do not share row blocks. */
@@ -75,24 +75,24 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
             if (blocks[middle] * panels <= at) e = middle; else end = middle;
         }
         Weight weight = NAME(expert)(first, e, kind);
-        const Cut cut = NAME(expert_rows)(first, starts, e);
-        Place here = place(at - blocks[e] * panels, &cut, panels);
-        if (cut.height != height) begin_tiles(&cut, in_tiles), height = cut.height;
+        const RowSplit split = NAME(expert_rows)(first, starts, e);
+        Place here = place(at - blocks[e] * panels, &split, panels);
+        if (split.height != height) begin_tiles(&split, in_tiles), height = split.height;
         if (first->starts)
-            NAME(quantized_block)(codes, row_scales, &weight, y, &cut, here, &waiting, kind);
+            NAME(quantized_block)(codes, row_scales, &weight, y, &split, here, &waiting, kind);
 #if IN_SLICES
         else if (is_mxfp4(first))
-            NAME(widened_block)(x, &weight, y, &cut, here, kind);
+            NAME(widened_block)(x, &weight, y, &split, here, kind);
 #else
         else if (is_mxfp4(first)) {
             if (widened != e * panels + here.panel)
                 NAME(widen_groups)(&weight, here.panel, 0, weight.inputs / MXFP4_GROUP, (int32_t *)wide);
             widened = e * panels + here.panel;
-            NAME(panel_block)(x, &weight, wide, 0, y, &cut, here, &waiting, kind);
+            NAME(panel_block)(x, &weight, wide, 0, y, &split, here, &waiting, kind);
         }
 #endif
         else
-            NAME(linear_block)(x, &weight, y, &cut, here, &waiting, kind);
+            NAME(linear_block)(x, &weight, y, &split, here, &waiting, kind);
     }
     NAME(end_waiting)(&waiting);
     end_tiles(in_tiles);

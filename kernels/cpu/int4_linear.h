@@ -61,9 +61,9 @@ INLINE void NAME(int4_tile)(const uint8_t *x, const float *row_scales, const Wei
 }
 
 /* As `quantized_block`. */
-static void NAME(int4_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const Cut *cut,
+static void NAME(int4_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const RowSplit *split,
                              Place at, int64_t kind) {
-    int64_t bytes = padded(w->inputs), row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block);
+    int64_t bytes = padded(w->inputs), row = split->from + at.block * split->height, rows = rows_of(split, at.block);
     int64_t stride = codes_of(w->inputs);
     int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
     const char *panel = (const char *)w->panels + at.panel * bytes / 8 * PANEL * 4;

@@ -12,15 +12,15 @@ INLINE int int4_in_tiles(int64_t rows, int64_t group) {
     return group && group % 32 == 0 && group <= MOST_INT4_GROUP && rows >= (group < 64 ? 12 : 7);
 }
 
-/* Cuts rows into tiles of equal height, INT4_TILES per block. */
-INLINE Cut cut_int4(int64_t from, int64_t rows, int64_t bytes) {
+/* Splits rows into tiles of equal height, INT4_TILES per block. */
+INLINE RowSplit split_int4_rows(int64_t from, int64_t rows, int64_t bytes) {
     int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, height = INT4_TILES * ((rows + tiles - 1) / tiles);
-    return cut_evenly(from, rows, height, bytes);
+    return split_evenly(from, rows, height, bytes);
 }
 
-INLINE void begin_int4_tiles(const Cut *cut, int64_t group) {
+INLINE void begin_int4_tiles(const RowSplit *split, int64_t group) {
     TileShapes shapes = {0};
-    int64_t height = cut->height / INT4_TILES, step = int4_step(group);
+    int64_t height = split->height / INT4_TILES, step = int4_step(group);
     for (int i = 0; i < 4; i++) shape_sum(&shapes, i, height, TILE_COLUMNS);
     for (int i = 4; i < 6; i++) shape_tile(&shapes, i, height, step);
     for (int i = 6; i < 8; i++) shape_tile(&shapes, i, step / 4, TILE_COLUMNS * 4);
@@ -91,15 +91,15 @@ INLINE void NAME(add_int4)(vf (*total)[COLUMNS], vi (*sums)[COLUMNS], vi (*of_co
 }
 
 /* Begins a block. If the last tile has too few rows, it starts earlier and overlaps the tile before. */
-INLINE void NAME(begin_int4_block)(Int4Room *room, const uint8_t *codes, const Weight *w, const Cut *cut, Place at) {
+INLINE void NAME(begin_int4_block)(Int4Room *room, const uint8_t *codes, const Weight *w, const RowSplit *split, Place at) {
     const vf *starts = (const vf *)w->starts + at.panel * COLUMNS;
-    int64_t first = at.block * cut->height, left = rows_of(cut, at.block);
-    room->height = cut->height / INT4_TILES, room->stride = codes_of(w->inputs);
+    int64_t first = at.block * split->height, left = rows_of(split, at.block);
+    room->height = split->height / INT4_TILES, room->stride = codes_of(w->inputs);
     room->tiles = (left + room->height - 1) / room->height;
     memset(room->ones, 1, sizeof room->ones);
     for (int64_t t = 0; t < room->tiles; t++) {
-        int64_t row = first + t * room->height, last = cut->rows - room->height;
-        room->x[t] = codes + (cut->from + (row < last ? row : last)) * room->stride;
+        int64_t row = first + t * room->height, last = split->rows - room->height;
+        room->x[t] = codes + (split->from + (row < last ? row : last)) * room->stride;
         for (int64_t r = 0; r < room->height; r++)
             for (int c = 0; c < COLUMNS; c++) room->total[t][r][c] = starts[c];
     }
@@ -120,13 +120,13 @@ INLINE void NAME(int4_tiles_group)(Int4Room *room, const Weight *w, int64_t pane
 }
 
 /* As `int4_block`. */
-static void NAME(int4_tiles_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const Cut *cut,
+static void NAME(int4_tiles_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const RowSplit *split,
                                    Place at, int64_t kind) {
     Int4Room room;
     int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
     int64_t size = padded(w->inputs) / 8 * PANEL * 4, groups = (w->inputs + w->group - 1) / w->group;
     const char *ahead = (const char *)w->panels + (at.panel + more) * size + size * at.turn / at.turns / LINE * LINE;
-    NAME(begin_int4_block)(&room, codes, w, cut, at);
+    NAME(begin_int4_block)(&room, codes, w, split, at);
     for (int64_t g = 0; g < groups; g++) {
         for (int64_t i = 0; more && i < size / at.turns / groups; i += LINE, ahead += LINE) __builtin_prefetch(ahead, 0, TO_L2);
         if (w->zeros)
@@ -135,7 +135,7 @@ static void NAME(int4_tiles_block)(const uint8_t *codes, const float *row_scales
             NAME(int4_tiles_group)(&room, w, at.panel, g * w->group, 0);
     }
     for (int64_t t = 0; t < room.tiles; t++) {
-        int64_t row = cut->from + at.block * cut->height + t * room.height, end = cut->from + cut->rows;
+        int64_t row = split->from + at.block * split->height + t * room.height, end = split->from + split->rows;
         int64_t rows = end - row < room.height ? end - row : room.height, skipped = room.height - rows;
         for (int64_t r = skipped; r < room.height; r++)
             for (int c = 0; c < COLUMNS; c++) room.total[t][r][c] *= row_scales[row + r - skipped];
@@ -147,10 +147,10 @@ static void NAME(int4_tiles_block)(const uint8_t *codes, const float *row_scales
 TEAM void NAME(team_int4_tiles)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, int64_t rows,
                                 int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
-    const Cut cut = cut_int4(0, rows, codes_of(w->inputs));
-    begin_int4_tiles(&cut, w->group);
+    const RowSplit split = split_int4_rows(0, rows, codes_of(w->inputs));
+    begin_int4_tiles(&split, w->group);
 #pragma omp for schedule(guided, 1) nowait
-    for (int64_t at = 0; at < cut.blocks * panels; at++)
-        NAME(int4_tiles_block)(codes, row_scales, w, y, &cut, place(at, &cut, panels), kind);
+    for (int64_t at = 0; at < split.blocks * panels; at++)
+        NAME(int4_tiles_block)(codes, row_scales, w, y, &split, place(at, &split, panels), kind);
     end_tiles(1);
 }

@@ -1,6 +1,6 @@
 /* Attention of query rows over a paged cache of latents; included once per dtype. The `width` values of a token are
  * contiguous. All of them are its key, and the first `rank` are its value, for every head. Items are as in attention.h,
- * with tiles of LATENT_TILE tokens counted from the sequence's first. Heads are cut into slices, and a job is an item
+ * with tiles of LATENT_TILE tokens counted from the sequence's first. Heads are split into slices, and a job is an item
  * with one slice of heads.
  *
  * A row's sums run in the order of values and tokens, each in its own lane. Its bits depend neither on the other rows

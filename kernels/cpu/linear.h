@@ -1,6 +1,6 @@
 /* Matrix products with a weight that is packed once; included once per dtype.
  *
- * The weight of `outputs` x `inputs` is cut into panels of PANEL outputs. A panel stores, word by word of the inputs
+ * The weight of `outputs` x `inputs` is split into panels of PANEL outputs. A panel stores, word by word of the inputs
  * (by pairs of words if `word_at` pairs them), that word of each of its outputs. A tile of ROWS x PANEL sums stays in
  * registers while it reads the panel. Every sum runs over the inputs in order, in its own lane: a result does not
  * depend on the number of rows.
@@ -182,12 +182,12 @@ INLINE void NAME(linear_tile)(const REAL *x, const REAL *panel, Ahead ahead, int
 }
 
 /* Multiplies a block of rows by a panel of w at `panel`; `more`: the next panel follows it. */
-INLINE void NAME(panel_block)(const REAL *x, const Weight *w, const char *panel, int more, void *y, const Cut *cut,
+INLINE void NAME(panel_block)(const REAL *x, const Weight *w, const char *panel, int more, void *y, const RowSplit *split,
                               Place at, Waiting *waiting, int64_t kind) {
     int64_t inputs = w->inputs, bytes = inputs * (int64_t)sizeof(REAL);
-    int64_t row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block);
+    int64_t row = split->from + at.block * split->height, rows = rows_of(split, at.block);
 #if IN_TILES
-    vf (*sums)[COLUMNS] = tile_sums((const char *)x, bytes, cut, panel, at, more, waiting, NAME(put_waiting), 0);
+    vf (*sums)[COLUMNS] = tile_sums((const char *)x, bytes, split, panel, at, more, waiting, NAME(put_waiting), 0);
     let_wait(waiting, sums, w, y, row, rows, at.panel, kind, NULL);
 #else
     const Ahead ahead = ahead_of(panel, words_of(bytes), at.turn, at.turns, rows, more);
@@ -205,24 +205,24 @@ INLINE void NAME(panel_block)(const REAL *x, const Weight *w, const char *panel,
 #endif
 }
 
-INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, const Cut *cut, Place at, Waiting *waiting,
+INLINE void NAME(linear_block)(const REAL *x, const Weight *w, void *y, const RowSplit *split, Place at, Waiting *waiting,
                                int64_t kind) {
     int64_t words = words_of(w->inputs * (int64_t)sizeof(REAL));
     int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
     const char *panel = (const char *)w->panels + at.panel * words * PANEL * 4;
-    NAME(panel_block)(x, w, panel, more, y, cut, at, waiting, kind);
+    NAME(panel_block)(x, w, panel, more, y, split, at, waiting, kind);
 }
 
 /* As `team_linear`, without waiting for the results of other threads. */
 TEAM void NAME(team_linear_unawaited)(const REAL *x, const Weight *w, void *y, int64_t rows, int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
-    const Cut cut = cut_rows(0, rows, w->inputs * (int64_t)sizeof(REAL), IN_TILES);
+    const RowSplit split = split_rows(0, rows, w->inputs * (int64_t)sizeof(REAL), IN_TILES);
     Waiting waiting;
     begin_waiting(&waiting);
-    begin_tiles(&cut, IN_TILES);
+    begin_tiles(&split, IN_TILES);
 #pragma omp for schedule(guided, 1) nowait
-    for (int64_t at = 0; at < cut.blocks * panels; at++)
-        NAME(linear_block)(x, w, y, &cut, place(at, &cut, panels), &waiting, kind);
+    for (int64_t at = 0; at < split.blocks * panels; at++)
+        NAME(linear_block)(x, w, y, &split, place(at, &split, panels), &waiting, kind);
     NAME(end_waiting)(&waiting);
     end_tiles(IN_TILES);
 }

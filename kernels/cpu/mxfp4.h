@@ -150,8 +150,8 @@ INLINE void NAME(add_slice)(const REAL *x, const vi *weight, int64_t words, int6
 }
 
 /* As `linear_block`, for up to WIDE_ROWS rows. */
-static void NAME(widened_block)(const REAL *x, const Weight *w, void *y, const Cut *cut, Place at, int64_t kind) {
-    int64_t row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block), inputs = w->inputs;
+static void NAME(widened_block)(const REAL *x, const Weight *w, void *y, const RowSplit *split, Place at, int64_t kind) {
+    int64_t row = split->from + at.block * split->height, rows = rows_of(split, at.block), inputs = w->inputs;
     int64_t groups = inputs / MXFP4_GROUP;
     vf sums[WIDE_ROWS][COLUMNS];
     vi wide[SLICE_WORDS * COLUMNS];
@@ -173,10 +173,10 @@ static void NAME(widened_block)(const REAL *x, const Weight *w, void *y, const C
 /* As `team_linear`. */
 TEAM void NAME(team_widened_linear)(const REAL *x, const Weight *w, void *y, int64_t rows, int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
-    const Cut cut = {0, rows, WIDE_ROWS, (rows + WIDE_ROWS - 1) / WIDE_ROWS, 1};
+    const RowSplit split = {0, rows, WIDE_ROWS, (rows + WIDE_ROWS - 1) / WIDE_ROWS, 1};
 #pragma omp for schedule(guided, 1) nowait
-    for (int64_t at = 0; at < cut.blocks * panels; at++)
-        NAME(widened_block)(x, w, y, &cut, place(at, &cut, panels), kind);
+    for (int64_t at = 0; at < split.blocks * panels; at++)
+        NAME(widened_block)(x, w, y, &split, place(at, &split, panels), kind);
 #pragma omp barrier
 }
 #endif

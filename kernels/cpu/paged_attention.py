@@ -74,7 +74,7 @@ class SequenceShape:
 def group_sequences(shapes: list[SequenceShape], causal: bool = True) -> list[list[SequenceShape]]:
     """Group sequences of similar size, because each sequence is padded to the size of the largest in its group.
 
-    Sequences with many queries are first cut into several pieces.
+    Sequences with many queries are first split into several pieces.
 
     Args:
         shapes: the sequences of a step.

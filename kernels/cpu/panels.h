@@ -108,26 +108,26 @@ INLINE void put_runs(int8_t (*runs)[RUN], int64_t from, int64_t words, int8_t *p
  * chunk of `per` blocks stays in the L2 cache while all panels are read. */
 typedef struct {
     int64_t from, rows, height, blocks, per;
-} Cut;
+} RowSplit;
 
-/* Cuts rows of `bytes` each into blocks of `height`, in chunks of about equal numbers of blocks: a chunk of few blocks
+/* Splits rows of `bytes` each into blocks of `height`, in chunks of about equal numbers of blocks: a chunk of few blocks
  * would wait for panels. */
-INLINE Cut cut_evenly(int64_t from, int64_t rows, int64_t height, int64_t bytes) {
+INLINE RowSplit split_evenly(int64_t from, int64_t rows, int64_t height, int64_t bytes) {
     int64_t blocks = (rows + height - 1) / height, most = CHUNK_BYTES / (height * bytes) + 1;
     int64_t chunks = (blocks + most - 1) / most;
-    return (Cut){from, rows, height, blocks, chunks ? (blocks + chunks - 1) / chunks : 1};
+    return (RowSplit){from, rows, height, blocks, chunks ? (blocks + chunks - 1) / chunks : 1};
 }
 
-/* Cuts rows of `bytes` each. With tiles, a block is two tiles of equal height: 33 rows are three tiles of 11. */
-INLINE Cut cut_rows(int64_t from, int64_t rows, int64_t bytes, int in_tiles) {
+/* Splits rows of `bytes` each. With tiles, a block is two tiles of equal height: 33 rows are three tiles of 11. */
+INLINE RowSplit split_rows(int64_t from, int64_t rows, int64_t bytes, int in_tiles) {
     int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, height = ROWS;
     if (in_tiles && rows) height = 2 * ((rows + tiles - 1) / tiles);
-    return cut_evenly(from, rows, height, bytes);
+    return split_evenly(from, rows, height, bytes);
 }
 
-INLINE int64_t rows_of(const Cut *cut, int64_t block) {
-    int64_t left = cut->rows - block * cut->height;
-    return left < cut->height ? left : cut->height;
+INLINE int64_t rows_of(const RowSplit *split, int64_t block) {
+    int64_t left = split->rows - block * split->height;
+    return left < split->height ? left : split->height;
 }
 
 /* A block of rows and a panel, and the number `turn` of the block among the `turns` blocks that use the panel before
@@ -138,9 +138,9 @@ typedef struct {
 
 /* Returns the pair at position `at` of the work: chunks of row blocks, in each panel by panel, in each row block by row
  * block. */
-INLINE Place place(int64_t at, const Cut *cut, int64_t panels) {
-    int64_t first = at / (cut->per * panels) * cut->per, rest = at - first * panels;
-    int64_t inside = cut->blocks - first < cut->per ? cut->blocks - first : cut->per;
+INLINE Place place(int64_t at, const RowSplit *split, int64_t panels) {
+    int64_t first = at / (split->per * panels) * split->per, rest = at - first * panels;
+    int64_t inside = split->blocks - first < split->per ? split->blocks - first : split->per;
     return (Place){first + rest % inside, rest / inside, rest % inside, inside};
 }
 

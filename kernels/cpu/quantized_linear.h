@@ -68,19 +68,19 @@ INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, cons
 #include "int4_linear.h"
 
 /* As `linear_block`, for quantised rows: `codes` (rows, inputs padded) and `row_scales` (rows,). */
-INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const Cut *cut,
+INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const RowSplit *split,
                                   Place at, Waiting *waiting, int64_t kind) {
     if (w->group) {
-        NAME(int4_block)(codes, row_scales, w, y, cut, at, kind);
+        NAME(int4_block)(codes, row_scales, w, y, split, at, kind);
         return;
     }
     int64_t bytes = padded(w->inputs), words = bytes / 4, from = at.panel * PANEL;
-    int64_t row = cut->from + at.block * cut->height, rows = rows_of(cut, at.block);
+    int64_t row = split->from + at.block * split->height, rows = rows_of(split, at.block);
     int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
     const char *panel = (const char *)w->panels + from * words * 4;
     const float *scales = w->scales + from;
 #if TILES
-    vf (*sums)[COLUMNS] = tile_sums((const char *)codes, bytes, cut, panel, at, more, waiting, NAME(put_waiting), 1);
+    vf (*sums)[COLUMNS] = tile_sums((const char *)codes, bytes, split, panel, at, more, waiting, NAME(put_waiting), 1);
     (void)scales;
     let_wait(waiting, sums, w, y, row, rows, at.panel, kind, row_scales);
 #else
@@ -88,7 +88,7 @@ INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales,
     const Ahead ahead = ahead_of(panel, words, at.turn, at.turns, rows, more);
 #if WIDE_CODES
     vf sums[CODE_ROWS][COLUMNS];
-    if (cut->height > ROWS) {
+    if (split->height > ROWS) {
         sum_widened(codes + row * codes_of(w->inputs), (const vi *)panel, words, codes_of(w->inputs), rows,
                     more && !at.turn, (vi(*)[COLUMNS])sums);
         NAME(scale_sums)(sums, row_scales + row, w->starts + from, scales, rows);
@@ -136,7 +136,7 @@ TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, u
                                         int64_t rows, int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
     const int in_tiles = TILES && !w->group;
-    const Cut cut = cut_codes(0, rows, w->inputs, w->group);
+    const RowSplit split = split_quantized_rows(0, rows, w->inputs, w->group);
     NAME(team_quantize)(x, w->inputs, codes, row_scales, rows);
     DONE(CODES);
     Waiting waiting;
@@ -148,10 +148,10 @@ TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, u
     }
 #endif
     begin_waiting(&waiting);
-    begin_tiles(&cut, in_tiles);
+    begin_tiles(&split, in_tiles);
 #pragma omp for schedule(guided, 1) nowait
-    for (int64_t at = 0; at < cut.blocks * panels; at++)
-        NAME(quantized_block)(codes, row_scales, w, y, &cut, place(at, &cut, panels), &waiting, kind);
+    for (int64_t at = 0; at < split.blocks * panels; at++)
+        NAME(quantized_block)(codes, row_scales, w, y, &split, place(at, &split, panels), &waiting, kind);
     NAME(end_waiting)(&waiting);
     end_tiles(in_tiles);
 #pragma omp barrier

@@ -114,12 +114,12 @@ INLINE void copy_tails(const char *x, int64_t bytes, int64_t height, char tails[
 
 /* Computes the sums of a block of rows of x, of `bytes` each, with a panel, and returns its first row. `put` writes the
  * waiting block on the way. `codes` (a constant): x is quantised, and sums are integers. */
-INLINE vf (*tile_sums(const char *x, int64_t bytes, const Cut *cut, const char *panel, Place at, int more, Waiting *waiting,
+INLINE vf (*tile_sums(const char *x, int64_t bytes, const RowSplit *split, const char *panel, Place at, int more, Waiting *waiting,
                       PutWaiting put, const int codes))[COLUMNS] {
-    int64_t height = cut->height / 2, block = at.block * cut->height, last = cut->rows - height;
+    int64_t height = split->height / 2, block = at.block * split->height, last = split->rows - height;
     int64_t start = block < last ? block : last, next = block + height < last ? block + height : last;
-    int two = block + height < cut->rows, tiles = two || !WIDE ? ACROSS : 4; /* columns per pass */
-    const char *first = x + (cut->from + start) * bytes, *second = x + (cut->from + next) * bytes;
+    int two = block + height < split->rows, tiles = two || !WIDE ? ACROSS : 4; /* columns per pass */
+    const char *first = x + (split->from + start) * bytes, *second = x + (split->from + next) * bytes;
     int64_t passes = PANEL / (tiles * TILE_COLUMNS);
     Pace pace = {waiting->left, bytes / STEP * passes, 0};
     char tails[2][TILE_ROWS][TILE_BYTES];
@@ -160,16 +160,16 @@ INLINE void begin_waiting(Waiting *waiting) { (void)waiting; }
 #endif
 
 /* Called by every thread of a team, before blocks of this height and after them. */
-INLINE void begin_tiles(const Cut *cut, int in_tiles) {
+INLINE void begin_tiles(const RowSplit *split, int in_tiles) {
 #if TILES
     TileShapes shapes = {0};
-    if (!in_tiles || !cut->rows) return;
-    for (int i = 0; i < 4; i++) shape_sum(&shapes, i, cut->height / 2, TILE_COLUMNS);
-    for (int i = 4; i < 6; i++) shape_x(&shapes, i, cut->height / 2);
+    if (!in_tiles || !split->rows) return;
+    for (int i = 0; i < 4; i++) shape_sum(&shapes, i, split->height / 2, TILE_COLUMNS);
+    for (int i = 4; i < 6; i++) shape_x(&shapes, i, split->height / 2);
     for (int i = 6; i < 8; i++) shape_weight(&shapes, i, TILE_COLUMNS);
     tiles_configure(&shapes);
 #else
-    (void)cut, (void)in_tiles;
+    (void)split, (void)in_tiles;
 #endif
 }
 

@@ -5,7 +5,7 @@ each keeps its maximum, its sum of weights (mass) and its weighted sum of V (Mil
 FlashAttention, Dao et al., 2022). A row is one query head of one token; the heads that share a KV head are rows of one
 tile, so K and V are read once for them.
 
-Row invariance: in a `deterministic` launch the keys of a row are cut into segments at fixed positions. Each segment
+Row invariance: in a `deterministic` launch the keys of a row are split into segments at fixed positions. Each segment
 starts from an empty state and uses tiles of one shape, and segments are folded in order. It does not matter which
 program computes a segment, because a tile or segment that a row does not see changes none of its bits.
 """

@@ -32,7 +32,7 @@ COLUMNS = 4  # int32 fields of an item
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """The keys that n rows of decode attention read for themselves, cut into m work items by a `Splitter`.
+    """The keys that n rows of decode attention read for themselves, split into m work items by a `Splitter`.
 
     A row is one or, with `queries` above 1, several queries of one sequence. Each item of a row yields one partial
     attention result per query.
@@ -132,7 +132,7 @@ class Splitter:
         """
         ends = contexts if lens is None else contexts - np.maximum(lens, 1) + 1
         keys = self._own(contexts, starts, window, ends)
-        counts, lengths = self._cut(keys, segment)
+        counts, lengths = self._split_keys(keys, segment)
         whole = bool(counts.max(initial=0) <= 1) and not self._splits_anyway(len(keys))
         counts = np.ones_like(counts) if whole else counts
         row = np.repeat(np.arange(len(keys)), counts)
@@ -196,7 +196,7 @@ class Splitter:
         behind = np.maximum(nearest - window - starts, 0)
         return contexts - starts - behind // self.align * self.align
 
-    def _cut(self, keys: Ints, segment: int | None) -> tuple[Ints, Ints]:
+    def _split_keys(self, keys: Ints, segment: int | None) -> tuple[Ints, Ints]:
         if self.deterministic:
             return -(-keys // SEGMENT), np.full(len(keys), SEGMENT)
         segment = segment or choose_segment(int(keys.sum()), self.kv_heads, self.device)

@@ -5,7 +5,7 @@ are therefore rows of one tile, which reads each cached token once. Chunks of a 
 keys of single queries and drafts are split among programs (`attention_splits`), and the parts of a query are merged by
 log-sum-exp, in order.
 
-In deterministic mode a row's keys are cut into segments at fixed positions, computed in tiles of one shape and folded
+In deterministic mode a row's keys are split into segments at fixed positions, computed in tiles of one shape and folded
 in order. The bits of a row do not depend on other rows or on how its prompt was chunked.
 """
 

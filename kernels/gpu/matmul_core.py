@@ -20,7 +20,7 @@ from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu import target
 from batchinfer_kernels.gpu.checks import unit_columns
 from batchinfer_kernels.gpu.gated_activation import gate_factor, up_factor
-from batchinfer_kernels.gpu.matmul_tiles import Cut, Kind, choose_cut
+from batchinfer_kernels.gpu.matmul_tiles import Kind, ProductSplit, choose_split
 from batchinfer_kernels.gpu.sizes import cdiv
 
 # Tiles of outputs in a group, which keeps the rows and weights that they read in the L2 cache
@@ -390,12 +390,12 @@ def launch(
     aligned = is_aligned(given.weight, given.weight.stride(0)) and is_aligned(given.x, given.inputs)
     if aligned and not is_aligned(given.x, given.x.stride(0)):
         given = replace(given, x=given.x.contiguous())
-    cut = choose_cut(kind, *sizes, deterministic, processors, span, aligned)
-    tiles = cut.tiles
+    split = choose_split(kind, *sizes, deterministic, processors, span, aligned)
+    tiles = split.tiles
     line_tiles, row_tiles = cdiv(given.outputs, tiles.outputs), cdiv(given.rows, tiles.rows)
-    parts = _parts(given, cut, line_tiles * tiles.outputs, row_tiles * tiles.rows)
-    kernel[(line_tiles * row_tiles, cut.splits)](
-        **_arguments(given, cut, y, parts), **more, num_warps=tiles.warps, num_stages=tiles.stages,
+    parts = _parts(given, split, line_tiles * tiles.outputs, row_tiles * tiles.rows)
+    kernel[(line_tiles * row_tiles, split.splits)](
+        **_arguments(given, split, y, parts), **more, num_warps=tiles.warps, num_stages=tiles.stages,
         enable_fp_fusion=False,
     )  # fmt: skip
     if parts is not None:
@@ -413,7 +413,7 @@ def is_aligned(values: Tensor, pitch: int) -> bool:
     return pitch * values.element_size() % 16 == 0
 
 
-def _arguments(given: Operands, cut: Cut, y: Tensor, parts: Tensor | None) -> dict[str, Any]:
+def _arguments(given: Operands, split: ProductSplit, y: Tensor, parts: Tensor | None) -> dict[str, Any]:
     return {
         "x_ptr": given.x,
         "weight_ptr": given.weight,
@@ -422,15 +422,15 @@ def _arguments(given: Operands, cut: Cut, y: Tensor, parts: Tensor | None) -> di
         "inputs": given.inputs,
         "stride_x": given.x.stride(0),
         "stride_weight": given.weight.stride(0),
-        "segment": cut.segment // cut.tiles.inputs,
+        "segment": split.segment // split.tiles.inputs,
         "SUM": tl.int32 if given.x.dtype == torch.int8 else tl.float32,
-        "EVEN": given.inputs % cut.tiles.inputs == 0,
-        "IN_TURN": cut.in_turn,
+        "EVEN": given.inputs % split.tiles.inputs == 0,
+        "IN_TURN": split.in_turn,
         "PRECISION": "ieee" if given.x.dtype == torch.float32 else "tf32",  # matters for float32 only
         "TOGETHER": TOGETHER,
-        "LINES": cut.tiles.outputs,
-        "ROWS": cut.tiles.rows,
-        "INPUTS": cut.tiles.inputs,
+        "LINES": split.tiles.outputs,
+        "ROWS": split.tiles.rows,
+        "INPUTS": split.tiles.inputs,
     }
 
 
@@ -447,11 +447,11 @@ def _finishing(given: Operands, y: Tensor) -> dict[str, Any]:
     }
 
 
-def _parts(given: Operands, cut: Cut, lines: int, rows: int) -> Tensor | None:
-    if cut.splits == 1:
+def _parts(given: Operands, split: ProductSplit, lines: int, rows: int) -> Tensor | None:
+    if split.splits == 1:
         return None
     dtype = torch.int32 if given.x.dtype == torch.int8 else torch.float32
-    return torch.empty(cut.splits, lines, rows, dtype=dtype, device=given.x.device)
+    return torch.empty(split.splits, lines, rows, dtype=dtype, device=given.x.device)
 
 
 def _add_parts(given: Operands, parts: Tensor, y: Tensor) -> None:

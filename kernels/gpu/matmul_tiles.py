@@ -46,7 +46,7 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ProductSplit:
     """The tiles of a matrix product, and how its sums over inputs are split into segments.
 
     Attributes:
@@ -133,7 +133,7 @@ _DETERMINISTIC: dict[Kind, Tiles] = {
 }
 
 
-def choose_cut(
+def choose_split(
     kind: Kind,
     outputs: int,
     rows: int,
@@ -142,7 +142,7 @@ def choose_cut(
     processors: int,
     span: int | None = None,
     aligned: bool = True,
-) -> Cut:
+) -> ProductSplit:
     """Return the tiles and the split of a product for this GPU. All sizes must be at least 1.
 
     Args:
@@ -157,13 +157,13 @@ def choose_cut(
     """
     if deterministic and kind != "int8":  # integer sums are exact in any order
         tiles = _fitted(kind, _narrow(kind, _DETERMINISTIC[kind], True), span, aligned)
-        return _deterministic_cut(tiles, outputs, rows, inputs)
+        return _deterministic_split(tiles, outputs, rows, inputs)
     found = _by_rows(kind, outputs, rows, processors)
     tiles = _fitted(kind, _narrow(kind, found, False), span, aligned)
     programs = cdiv(outputs, tiles.outputs) * cdiv(rows, tiles.rows)
     wanted = PROGRAMS_PER_PROCESSOR * processors // programs
     segment = _segment(inputs, wanted, tiles)
-    return Cut(tiles, segment, cdiv(inputs, segment), cdiv(inputs, segment))
+    return ProductSplit(tiles, segment, cdiv(inputs, segment), cdiv(inputs, segment))
 
 
 def grouped_tiles(
@@ -197,12 +197,12 @@ def grouped_tiles(
     return _fitted(kind, _narrow(kind, found, False), span, aligned)
 
 
-def _deterministic_cut(tiles: Tiles, outputs: int, rows: int, inputs: int) -> Cut:
+def _deterministic_split(tiles: Tiles, outputs: int, rows: int, inputs: int) -> ProductSplit:
     # With few rows, each segment is a program; with many rows, one program computes all segments in turn
     wanted = DETERMINISTIC_PROGRAMS // cdiv(outputs, tiles.outputs)
     segment = _segment(inputs, wanted, tiles)
     segments = cdiv(inputs, segment)
-    return Cut(tiles, segment, segments if rows <= tiles.rows else 1, segments)
+    return ProductSplit(tiles, segment, segments if rows <= tiles.rows else 1, segments)
 
 
 def _by_rows(kind: Kind, outputs: int, rows: int, processors: int) -> Tiles:

@@ -148,7 +148,7 @@ def prefill_items(
     first_rows: NDArray[np.int64] | None = None,
     causal: bool = True,
 ) -> NDArray[np.int32]:
-    """Cut the queries of all sequences into work items of prefill attention: (n, 5) int32, the largest first.
+    """Split the queries of all sequences into work items of prefill attention: (n, 5) int32, the largest first.
 
     The columns are:
 

@@ -2,7 +2,7 @@
 
 A token's key is the bits of exp((logit - greatest) / temperature), a float32 in [0, 1]; as integers, keys have the
 order of the probabilities. Its weight is that number as an integer multiple of 2^-44. Integer sums of weights are exact
-in any order, however a row is cut into tiles. Probabilities below 2^-44 of the greatest count as 0.
+in any order, however a row is split into tiles. Probabilities below 2^-44 of the greatest count as 0.
 
 Top-k, top-p and min-p keep all tokens above some key, and a number of tokens at it, in the order of their ids. The key
 is found by bisection into four parts per pass, until the remaining tokens are few enough to be held and searched at

@@ -58,7 +58,7 @@ FAMILIES = [
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "tells_types"), FAMILIES)
 def test_scores_equal_transformers(tmp_path: Path, family: str, tells_types: bool) -> None:
-    """Special tokens, types and heads. A duplicate pair runs once, and a long pair is cut."""
+    """Special tokens, types and heads. A duplicate pair runs once, and a long pair is truncated."""
     model = tmp_path / "model"
     make_cross_encoder(model, family, tells_types)
     long = {"query": "why " * 20, "document": "because " * 30}

@@ -156,15 +156,15 @@ def test_the_job_of_the_page_runs_and_its_query_is_answered(
 
 @pytest.mark.slow
 def test_long_texts_keep_their_end_token(tmp_path: Path, sentences: Path) -> None:
-    """A text with the maximum number of tokens is not cut. A cut text keeps the token that ends a text."""
+    """A text with the maximum number of tokens is not truncated. A truncated text keeps the token that ends a text."""
     texts = ["a" * 19, "a" * 20 + "b" * 20]
     prompt = {"text": "text", "truncate": "right"}
     model = {"path": str(sentences), "max_model_len": 20}
     path = write_job(tmp_path, sentences, texts, prompt=prompt, model=model)
     run(path, FAKE)
-    whole, cut = table(path)
-    assert whole["prompt_tokens"] == cut["prompt_tokens"] == 20
-    assert whole["embedding"] == cut["embedding"]
+    whole, truncated = table(path)
+    assert whole["prompt_tokens"] == truncated["prompt_tokens"] == 20
+    assert whole["embedding"] == truncated["embedding"]
     run(write_job(tmp_path, sentences, texts, model=model, on_error={"max_error_rate": 1.0}), FAKE)
     assert [row["error_code"] for row in table(path)] == [None, "prompt_too_long"]
 

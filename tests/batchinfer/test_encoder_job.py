@@ -23,7 +23,7 @@ from tests.sentence_checkpoints import densely, make_sentence_encoder, pooled_st
 
 
 def test_vectors_equal_transformers(tmp_path: Path) -> None:
-    """Cut texts keep the tokens at both ends; the first one gives the vector."""
+    """Truncated texts keep the tokens at both ends; the first one gives the vector."""
     model = tmp_path / "model"
     make_sentence_encoder(model, "bert")
     texts: list[Any] = [*TEXTS, TEXTS[3], None, "a" * 126, "a" * 200]
@@ -36,7 +36,7 @@ def test_vectors_equal_transformers(tmp_path: Path) -> None:
     assert outcome.row["dimensions"] == embeddings(path).shape[1]
     wanted = reference(model, [*TEXTS, TEXTS[3], "a" * 126, "a" * 126], "cls_token")
     np.testing.assert_allclose(embeddings(path), wanted.numpy(), atol=1e-4)
-    # two texts that are equal after cutting run once
+    # two texts that are equal after truncation run once
     assert outcome.row["computed_requests"] == 31
     assert table(path)[-1]["prompt_tokens"] == 128
     write_job(tmp_path, model, texts[::-1], prompt=prompt)

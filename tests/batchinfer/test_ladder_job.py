@@ -1,4 +1,4 @@
-"""Runs whole jobs with `on_invalid`: rows with cut or invalid answers run again, as the ladder says."""
+"""Runs whole jobs with `on_invalid`: rows with truncated or invalid answers run again, as the ladder says."""
 
 from __future__ import annotations
 
@@ -110,21 +110,21 @@ def test_a_ladder_resumes_after_kill_and_computes_nothing_twice(
     tmp_path: Path, model: Path, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run died within the ladder: bytes are equal, and a partial result has the finished rows."""
-    whole, cut = job(tmp_path / "whole", model), job(tmp_path / "cut", model, commit={"rows": 5})
+    whole, killed = job(tmp_path / "whole", model), job(tmp_path / "cut", model, commit={"rows": 5})
     run(whole)
     everything = set(computed(log))
     monkeypatch.setenv("FAKE_ENGINE_BATCH", "5")
     monkeypatch.setenv("FAKE_ENGINE_DIES_AFTER_ROWS", "55")
     with pytest.raises(BatchInferError, match="same command resumes"):
-        run(cut)
-    partial = rows_that_run_no_more(cut, model, tmp_path / "spill")
+        run(killed)
+    partial = rows_that_run_no_more(killed, model, tmp_path / "spill")
     assert 10 < len(partial) < COUNT
     for row in partial:
         assert (row["attempt"], row["finish_reason"]) == wanted(row["row_id"] % LEVELS, 3)
     monkeypatch.delenv("FAKE_ENGINE_DIES_AFTER_ROWS")
-    assert run(cut).exit_code == 0
+    assert run(killed).exit_code == 0
     assert set(computed(log)) == everything
-    assert published(cut) == published(whole)
+    assert published(killed) == published(whole)
 
 
 def test_a_second_run_computes_only_new_rows(tmp_path: Path, model: Path, log: Path) -> None:

@@ -76,8 +76,8 @@ def asking_job(folder: Path, model: Path) -> Path:
     folder.mkdir()
     rows = [row | ASKED[number % len(ASKED)] for number, row in enumerate(rows_of(12))]
     sampling = {"max_tokens": 16, "from_columns": [name for one in ASKED for name in one]}
-    cut = {"max_error_rate": 1.0}  # answers under a schema
-    return write_job(folder, model, rows, sampling=sampling, engine=ENGINE, on_error=cut)
+    tolerant = {"max_error_rate": 1.0}  # answers under a schema
+    return write_job(folder, model, rows, sampling=sampling, engine=ENGINE, on_error=tolerant)
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def check(rows: list[dict[str, Any]]) -> list[str]:
         if row["status"] == "error":
             assert row["error_code"] == "incomplete_output"
             assert row["reasoning_tokens"] is row["count"] is None
-            found.append("cut")
+            found.append("truncated")
             continue
         answer = json.loads(row["generated_text"])
         jsonschema.validate(answer, SCHEMA)

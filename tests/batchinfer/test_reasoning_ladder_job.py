@@ -107,7 +107,7 @@ def request(number: int) -> dict[str, Any]:
 
 
 def test_calls_of_tools_in_one_batch_with_schemas_budgets_and_a_ladder(tmp_path: Path, cli_of: CliOf) -> None:
-    """Requests of all kinds share a prefix, and run again if their answers are cut."""
+    """Requests of all kinds share a prefix, and run again if their answers are truncated."""
     make_tool_model(tmp_path / "model", "qwen3")
     sections: dict[str, Any] = {
         "input": {"path": "rows.jsonl", "format": "openai"},

@@ -181,7 +181,7 @@ class Wrong:
     engine: str = NO_ENGINE  # or an engine that loads, if the mistake is found only after all rows are read
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
@@ -245,11 +245,11 @@ REFUSED = {
     "weights of another shape": Wrong(78, ("wrong shape", "model.layers.0.mlp.gate_proj.weight", "[64, 48]",
         "[96, 48]"), lambda p: edit_json(p.own_model() / "config.json", intermediate_size=96)),
     "damaged tokenizer": Wrong(78, ("model.path", "tokenizer.json cannot be read as a tokenizer"),
-        lambda p: cut(p.own_model() / "tokenizer.json"), previewed=True),
+        lambda p: truncate(p.own_model() / "tokenizer.json"), previewed=True),
     "a tokenizer that cannot be converted": Wrong(78, ("model.path", "cannot be converted"),
         lambda p: (p.own_model() / "tokenizer.json").rename(p.folder / "model" / "vocab.json")),
     "tokenizer_config.json not JSON": Wrong(78, ("tokenizer_config.json", "not valid JSON"),
-        lambda p: cut(p.own_model() / "tokenizer_config.json")),
+        lambda p: truncate(p.own_model() / "tokenizer_config.json")),
     "chat template with a syntax error": Wrong(78, ("model", "chat_template.jinja", "line 3", "unknown tag 'els'",
         "prompt.text"), lambda p: chat_template(p, "{% if a %}\nx\n{% els %}\n{% endif %}"), previewed=True),
     "chat template of tokenizer_config.json with a syntax error": Wrong(78,

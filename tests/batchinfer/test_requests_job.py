@@ -105,8 +105,8 @@ def test_one_file_mixes_chats_texts_and_vectors(tmp_path: Path, sentences: Path)
     np.testing.assert_allclose(found, wanted[[0, 1, 0]], atol=1e-4)
     np.testing.assert_allclose(bodies[7]["data"][0]["embedding"], wanted[2], atol=1e-4)
     short = np.frombuffer(b64decode(bodies[3]["data"][0]["embedding"]), "<f4")
-    cut = np.array(found[0][:8])
-    np.testing.assert_allclose(short, cut / np.linalg.norm(cut), atol=1e-6)
+    shortened = np.array(found[0][:8])
+    np.testing.assert_allclose(short, shortened / np.linalg.norm(shortened), atol=1e-6)
     assert bodies[4]["data"][0]["embedding"] == bodies[5]["data"][0]["embedding"]
     assert outcome.row["computed_requests"] == 8, (
         "a chat, two texts, of vectors three texts and two lists of ids"

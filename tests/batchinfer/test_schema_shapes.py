@@ -36,7 +36,7 @@ from tests.batchinfer.schema_shapes import EDGES, REFUSED, SHAPES, matching
 from tests.checkpoints import EOS, VOCAB, kept_folder, make_tokenizer
 from tests.examples import first_of
 
-MOST = 250  # tokens of an answer; texts without a bound are cut more often than not
+MOST = 250  # tokens of an answer; texts without a bound are truncated more often than not
 LIMITS = Limits(budget=256, seqs=64, blocks=64 * 40, block_size=8)
 
 

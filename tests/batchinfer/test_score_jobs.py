@@ -291,8 +291,10 @@ def test_every_verb_knows_labels(place: Place, cli_of: CliOf) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_only_prompts_are_cut(tmp_path: Path, checkpoint: Path, reference: Reference, side: str) -> None:
-    """A row with the maximum number of tokens is not cut, and scored tokens never are."""
+def test_only_prompts_are_truncated(
+    tmp_path: Path, checkpoint: Path, reference: Reference, side: str
+) -> None:
+    """A row with the maximum number of tokens is not truncated, and scored tokens never are."""
     rows = [
         {"id": "fits", "text": "a" * 12, "answer": "b" * 9},
         {"id": "cut", "text": "ab" * 20, "answer": "c" * 7},
@@ -302,11 +304,11 @@ def test_only_prompts_are_cut(tmp_path: Path, checkpoint: Path, reference: Refer
     prompt = {"text": "text", "truncate": side}
     path = write_job(tmp_path, checkpoint, rows, "score", score=score, model=model, prompt=prompt)
     assert run(path, REAL).exit_code == 0
-    fits, cut, long = table(path)
+    fits, truncated, long = table(path)
     assert fits["logprob"] == pytest.approx(sum(reference.logprobs("a" * 12, "b" * 9)[0]), abs=1e-4)
     kept = ("ab" * 20)[-14:] if side == "left" else ("ab" * 20)[:14]
-    assert cut["logprob"] == pytest.approx(sum(reference.logprobs(kept, "c" * 7)[0]), abs=1e-4)
-    assert (cut["prompt_tokens"], long["error_code"]) == (14, "prompt_too_long")
+    assert truncated["logprob"] == pytest.approx(sum(reference.logprobs(kept, "c" * 7)[0]), abs=1e-4)
+    assert (truncated["prompt_tokens"], long["error_code"]) == (14, "prompt_too_long")
 
 
 def probabilities(row: dict[str, Any]) -> list[float]:

@@ -50,7 +50,7 @@ def many(count: int) -> list[dict[str, Any]]:
 
 
 def test_every_whole_answer_is_valid_and_in_columns(place: Place, run: Command) -> None:
-    """Random texts at a high temperature; a third of the answers is cut by max_tokens."""
+    """Random texts at a high temperature; a third of the answers is truncated by max_tokens."""
     place.rows(*({**row, "max_tokens": 9 if n % 3 == 0 else 200} for n, row in enumerate(many(30))))
     sampling = (
         "{temperature: 1.4, seed: 3, stop: ['zzzz'], frequency_penalty: 0.1, from_columns: [max_tokens]}"
@@ -82,11 +82,11 @@ def test_every_whole_answer_is_valid_and_in_columns(place: Place, run: Command) 
         assert all(row[name] == answer.get(name) for name in COLUMNS if name != "due")
         written = re.sub(r"-0\b(?!\.)", "0", row["generated_text"])  # Python has no integer of -0
         assert written == json.dumps(json.loads(written), ensure_ascii=False) or "\\" in written
-    cut = [row for row in rows if row["status"] == "error"]
-    assert {row["error_code"] for row in cut} <= {"incomplete_output", "unfit_output"}
-    assert sum(row["error_code"] == "incomplete_output" for row in cut) >= 7
-    assert all(row["generated_text"] and row["kind"] is None and row["size"] is None for row in cut)
-    assert all(not row["retryable"] for row in cut)
+    truncated = [row for row in rows if row["status"] == "error"]
+    assert {row["error_code"] for row in truncated} <= {"incomplete_output", "unfit_output"}
+    assert sum(row["error_code"] == "incomplete_output" for row in truncated) >= 7
+    assert all(row["generated_text"] and row["kind"] is None and row["size"] is None for row in truncated)
+    assert all(not row["retryable"] for row in truncated)
     found = duckdb.sql(
         f"select kind, sum(count) total from '{file}' where status = 'ok' group by all"
     ).fetchall()
@@ -152,7 +152,7 @@ def test_validate_names_columns_that_stay_text(place: Place, run: Command) -> No
 
 
 @pytest.mark.slow
-def test_no_answer_is_cut_if_max_tokens_fits(place: Place, run: Command) -> None:
+def test_no_answer_is_truncated_if_max_tokens_fits(place: Place, run: Command) -> None:
     """Random texts, but complete answers. Rows set their own constraint or limit."""
     shape = {**SCHEMA["properties"], "at": {"type": ["string", "null"], "format": "date-time"}}
     own = {"type": "object", "properties": shape, "required": list(shape)}

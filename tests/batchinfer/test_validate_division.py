@@ -90,7 +90,7 @@ def test_a_dora_is_refused_if_ranks_have_parts_of_rows(tmp_path: Path) -> None:
     ("experts", "columns", "ranks", "works"),
     [(5, 96, 2, "1"), (5, 64, 4, "1, 2"), (6, 96, 4, "1, 2")],  # of 6 experts two ranks have whole ones
 )
-def test_experts_that_ranks_would_cut_inside_a_group_are_refused(
+def test_experts_that_ranks_would_split_inside_a_group_are_refused(
     tmp_path: Path, calibration: str, experts: int, columns: int, ranks: int, works: str
 ) -> None:
     """The error comes before weights are calibrated or loaded."""

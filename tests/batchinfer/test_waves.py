@@ -133,7 +133,7 @@ def test_waves_publish_the_result_of_one_plan(
 def test_rows_run_again_in_waves(
     tmp_path: Path, model: Path, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows with cut answers run again next to rows that were read later."""
+    """Rows with truncated answers run again next to rows that were read later."""
     monkeypatch.setenv("FAKE_ENGINE_LEVELS", "4")
     given = [{"id": f"r{n}", "ids": [20 + n % 100, 20 + n // 100]} for n in range(ROWS)]
     sections = {"on_invalid": LADDER, "prompt": PROMPT, "output": {"path": "out/res"}}

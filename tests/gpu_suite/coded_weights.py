@@ -17,7 +17,7 @@ from batchinfer_kernels.block_fp8_matmul import GROUP, block_lines
 from batchinfer_kernels.fp8_matmul import FP8
 
 LARGEST = 448.0  # largest float8_e4m3fn value
-WIDEST = 6.0  # standard deviations; one value in a thousand million is cut
+WIDEST = 6.0  # standard deviations; one value in a thousand million is clipped
 
 
 def in_blocks(spec: ModelSpec) -> ModelSpec:

@@ -34,9 +34,9 @@ class Needle:
     times: float = 1.0  # multiple of the score that gets half of the weight
 
 
-def borders(context: int, cuts: Iterable[int] = ()) -> list[int]:
-    """Return the first and last key, and keys on both sides of each cut and of each unit's first and last end."""
-    ends = {context, *cuts}
+def borders(context: int, splits: Iterable[int] = ()) -> list[int]:
+    """Return the first and last key, and keys on both sides of each split and of each unit's first and last end."""
+    ends = {context, *splits}
     for unit in UNITS:
         ends |= {unit, context // unit * unit}
     beside = {0} | {at for end in ends for at in (end - 1, end)}
@@ -48,9 +48,9 @@ def for_decode(paged: Paged, plan: LaunchPlan) -> list[Needle]:
 
     A block with room after the last key gets a trap.
     """
-    cuts, found = _cuts(plan), []
+    splits, found = _splits(plan), []
     for sequence, context in enumerate(paged.contexts):
-        places = borders(context, cuts.get(sequence, ()))
+        places = borders(context, splits.get(sequence, ()))
         for head in range(paged.heads.kv):
             at = places[(sequence * paged.heads.kv + head) % len(places)]
             found.append(Needle(sequence, head, at, sequence))
@@ -59,7 +59,7 @@ def for_decode(paged: Paged, plan: LaunchPlan) -> list[Needle]:
     return found
 
 
-def _cuts(plan: LaunchPlan) -> dict[int, list[int]]:
+def _splits(plan: LaunchPlan) -> dict[int, list[int]]:
     """Return for each row the positions at which programs start."""
     found: dict[int, list[int]] = {}
     for row, first, *_ in plan.splits_of(None).items.tolist():

@@ -72,7 +72,7 @@ def requests(section: BenchSection) -> list[Request]:
 def steady_rows(
     rows: int, vocab: int, prompt: int, output: int, most: int, shared: int = 0
 ) -> tuple[Row, ...]:
-    """Return rows whose answer lengths are exponential with mean `output`, cut at `most`."""
+    """Return rows whose answer lengths are exponential with mean `output`, truncated at `most`."""
     r = random.Random(rows + shared)
     prefix = _ids(r, shared, vocab)
     lengths = [1 + min(int(r.expovariate(1 / output)), most - 1) for _ in range(rows)]

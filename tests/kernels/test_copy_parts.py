@@ -23,8 +23,8 @@ def some_parts(block_size: int, seed: int) -> list[tuple[int, int, int, int]]:
     rng = random.Random(seed)
     parts = []
     for target in range(BLOCKS // 2, BLOCKS):
-        cuts = sorted(rng.randint(0, block_size) for _ in range(3))
-        for first, end in pairwise(cuts):
+        borders = sorted(rng.randint(0, block_size) for _ in range(3))
+        for first, end in pairwise(borders):
             parts.append((rng.randrange(BLOCKS // 2), target, first, end))
     return parts
 

@@ -1,5 +1,5 @@
 """Compiled attention over caches of values and int8, in vectors and in emulated matrix tiles: equal to the
-reference, and bit by bit independent of how a step is cut and shared.
+reference, and bit by bit independent of how a step is split and shared.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def test_two_levels_are_found():
     assert shared == 4 * tiles + 16 * tiles  # every node once: 4 documents at the top, 4 below each
 
 
-def test_work_is_cut_without_gap_and_longest_first():
+def test_work_is_split_without_gap_and_longest_first():
     items = attention_items([1, 40, 3], [500, 40, 100], 3)
     firsts = items.items[:, :2].tolist()
     named = [tuple(row) for first, rows in firsts for row in items.rows[first : first + rows].tolist()]

@@ -44,7 +44,7 @@ def test_decodes_of_like_length_share_a_group():
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_long_chunk_is_cut_and_gives_the_same(monkeypatch, window):
+def test_a_long_chunk_is_split_and_gives_the_same(monkeypatch, window):
     """Otherwise the masks of a long prompt would take gibibytes that the forecast does not count."""
     step = poisoned_step(3, 4, 2, 8, 4, [(33, 90), (1, 90), (1, 85), (7, 7), (64, 64)])
     monkeypatch.setattr(paged, "MAX_GROUP_PAIRS", 200)

@@ -62,5 +62,5 @@ class ProposalTimes:
 
 def _rounded(count: float) -> int:
     rounded = round(count)
-    cut = max(0, rounded.bit_length() - 4)
-    return rounded >> cut << cut
+    shift = max(0, rounded.bit_length() - 4)
+    return rounded >> shift << shift

@@ -198,5 +198,5 @@ class _Ratios:
 
 
 def _rounded(count: int) -> int:
-    cut = max(0, count.bit_length() - 3)
-    return count >> cut << cut
+    shift = max(0, count.bit_length() - 3)
+    return count >> shift << shift

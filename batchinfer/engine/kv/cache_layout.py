@@ -105,7 +105,7 @@ def cache_layout(caches: Caches, block_size: int, longest: int) -> CacheLayout:
     kinds = Counter(keeps.values())
     if set(kinds) == {None}:
         return one_group(caches, block_size)
-    found = [_cut(caches, keeps, depth, block_size) for depth in range(1, max(kinds.values()) + 1)]
+    found = [_make_layout(caches, keeps, depth, block_size) for depth in range(1, max(kinds.values()) + 1)]
     fitting = [layout for layout in found if len(layout.groups) <= max(MOST_TABLES, len(kinds))]
     fitting.append(one_group(caches, block_size))
     return min(fitting, key=lambda at: _memory(at, longest) * (TABLE_COST + len(at.groups)))
@@ -155,7 +155,7 @@ def _memory(layout: CacheLayout, longest: int) -> int:
     return layout.depth * layout.sizes.among_others(longest)
 
 
-def _cut(caches: Caches, keeps: Mapping[int, int | None], depth: int, block_size: int) -> CacheLayout:
+def _make_layout(caches: Caches, keeps: Mapping[int, int | None], depth: int, block_size: int) -> CacheLayout:
     own, groups = own_caches(caches), []
     for kind in dict.fromkeys(keeps.values()):
         layers = [layer for layer, keep in keeps.items() if keep == kind]

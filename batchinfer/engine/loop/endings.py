@@ -132,7 +132,7 @@ def constrained_end(
     if not constraint.needs_end:
         return End(reason, kept)
     text = f"{_ENDED_BY[reason]} the answer before it was complete under its constraint"
-    return End("error", kept, RowError("incomplete_output", "policy", text), cut=reason == "length")
+    return End("error", kept, RowError("incomplete_output", "policy", text), truncated=reason == "length")
 
 
 def prompt_end(sequence: Sequence) -> End:

@@ -479,7 +479,7 @@ class Engine:
             for count, token in enumerate(given, 1):
                 if (end := self._append(sequence, token, now, None)) is not None:
                     sequence.drop_placeholders(len(given) - count)
-                    step.cut[sequence] = count
+                    step.used_lengths[sequence] = count
                     ends.append((sequence, end))
                     break
         return ends
@@ -586,8 +586,8 @@ class Engine:
             chunks = [c for c in chunks if c[0] not in dropped]  # takes half the time of c.sequence
         if step.irregular:
             rejected = {outcome.sequence: outcome.rejected for outcome in step.irregular}
-            cut = (Chunk(s, start, length - rejected.get(s, 0)) for s, start, length in chunks)
-            chunks = [c for c in cut if c.length]
+            accepted = (Chunk(s, start, length - rejected.get(s, 0)) for s, start, length in chunks)
+            chunks = [c for c in accepted if c.length]
             sampled += sum(outcome.count - 1 for outcome in step.irregular)
         # A step with drafts is counted again after its results. Sequences preempted since then have no blocks
         with_blocks = [c for c in chunks if c[0].tables] if step.irregular else chunks

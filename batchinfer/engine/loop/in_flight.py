@@ -24,19 +24,19 @@ class End(NamedTuple):
         reason: Why the sequence ended.
         text_length: The number of characters of its text before a stop string, or None without a stop string.
         error: The error of the sequence, or None if it succeeded.
-        cut: True if the error is that the answer reached max_tokens or the context length before its constraint was
-            complete.
+        truncated: True if the error is that the answer reached max_tokens or the context length before its constraint
+            was complete.
     """
 
     reason: FinishReason
     text_length: int | None = None
     error: RowError | None = None
-    cut: bool = False
+    truncated: bool = False
 
     @property
     def for_length(self) -> bool:
         """True if the sequence ended because it reached max_tokens or the model's context length."""
-        return self.cut or self.reason == "length"
+        return self.truncated or self.reason == "length"
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +112,7 @@ class InFlight:
         shapes: The shape of the step's useful work; with multi-step decoding, of each decode step.
         irregular: The results of the sequences that had drafts or did not get exactly one token.
         dropped: The sequences that turned out, after the launch, to have ended before it.
-        cut: For each sequence that ended before the last step of a multi-step launch, its number of tokens.
+        used_lengths: For each sequence that ended before the last step of a multi-step launch, its number of tokens.
     """
 
     scheduled: Step
@@ -130,7 +130,7 @@ class InFlight:
     shapes: list[StepShape] = field(default_factory=list)
     irregular: list[AcceptedTokens] = field(default_factory=list)
     dropped: set[Sequence] = field(default_factory=set)
-    cut: dict[Sequence, int] = field(default_factory=dict)
+    used_lengths: dict[Sequence, int] = field(default_factory=dict)
 
     @property
     def repeats(self) -> int:
@@ -163,10 +163,10 @@ class InFlight:
 
         Sequences that had ended before the launch are left out, and so are tokens after the end of an answer.
         """
-        chunks, cut, dropped = self.useful, self.cut, self.dropped
+        chunks, lengths, dropped = self.useful, self.used_lengths, self.dropped
         if dropped:
             chunks = [c for c in chunks if c[0] not in dropped]
-        return [Chunk(s, start, cut.get(s, n)) for s, start, n in chunks] if cut else chunks
+        return [Chunk(s, start, lengths.get(s, n)) for s, start, n in chunks] if lengths else chunks
 
     @property
     def scored_positions(self) -> int:

@@ -165,7 +165,7 @@ class HostBatch:
             sampling=self.sampling.part(own.start, own.stop),
             query_lens=[stop - start for start, stop in spans],
             context_lens=[
-                n - (stop - cut) for n, stop, (_, cut) in zip(context, ends[low:high], spans, strict=True)
+                n - (stop - end) for n, stop, (_, end) in zip(context, ends[low:high], spans, strict=True)
             ],
             copies=self._copies_of([low + at for at, begun in enumerate(begins) if begun >= first], low),
             awaited=_awaited_in(self.awaited, first, end, len(self.token_ids)),

@@ -90,7 +90,7 @@ class ReasonedConstraint:
 
     @property
     def needs_end(self) -> bool:
-        """True if the answer is invalid when it is cut off at its token limit: it has a constraint."""
+        """True if the answer is invalid when it is truncated at its token limit: it has a constraint."""
         return self._inner is not None
 
     @property

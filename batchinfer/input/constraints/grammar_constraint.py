@@ -18,7 +18,7 @@ class GrammarConstraint:
     """The state of one answer under a compiled grammar: which tokens the answer has, and which may come next.
 
     Attributes:
-        needs_end: Always True: an answer that is cut off at its token limit is invalid.
+        needs_end: Always True: an answer that is truncated at its token limit is invalid.
         over: Always False: the grammar applies to the whole answer.
         begun: True if the answer has a token.
     """

@@ -32,7 +32,7 @@ class CsvDialect:
     rest: re.Pattern[bytes] = field(init=False)
     records: re.Pattern[bytes] = field(init=False)
     within: re.Pattern[bytes] = field(init=False)
-    _cut: re.Pattern[str] = field(init=False)
+    _field_pattern: re.Pattern[str] = field(init=False)
 
     def __post_init__(self) -> None:
         d, q = re.escape(self.delimiter), re.escape(self.quote or "")
@@ -44,7 +44,7 @@ class CsvDialect:
             "records": re.compile(f"(?>{one}(?:{d}{one})*+\\r*+\\n)*+".encode()),
             "rest": re.compile(f"(?:{d}{one})*+".encode()),
             "within": re.compile(within.encode()) if self.quote else _NEVER,
-            "_cut": re.compile(f"{d}({one})"),
+            "_field_pattern": re.compile(f"{d}({one})"),
         }
         for name, pattern in patterns.items():
             object.__setattr__(self, name, pattern)
@@ -57,14 +57,14 @@ class CsvDialect:
         """Return the number of fields of a well-formed record."""
         if self.quote is None or self.quote not in record:
             return record.count(self.delimiter) + 1
-        return sum(1 for _ in self._cut.finditer(self.delimiter + record))
+        return sum(1 for _ in self._field_pattern.finditer(self.delimiter + record))
 
     def split(self, record: str) -> list[str]:
         """Return the fields of a well-formed record without their quotes."""
         quote = self.quote
         if quote is None or quote not in record:
             return record.split(self.delimiter)
-        return [self._bare(one, quote) for one in self._cut.findall(self.delimiter + record)]
+        return [self._bare(one, quote) for one in self._field_pattern.findall(self.delimiter + record)]
 
     def _bare(self, written: str, quote: str) -> str:
         return written[1:-1].replace(quote * 2, quote) if written.startswith(quote) else written

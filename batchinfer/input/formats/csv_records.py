@@ -38,12 +38,14 @@ class CsvRecords:
         lines: The buffered file.
         dialect: The delimiter and the quote character.
         cap: The maximum length of a record in bytes.
-        cut: Returns True if only a sample of the file is read, and the file goes on after `lines`. An unfinished last
-            record is then dropped.
+        is_truncated: Returns True if only a sample of the file is read, and the file goes on after `lines`. An
+            unfinished last record is then dropped.
     """
 
-    def __init__(self, lines: LineBuffer, dialect: CsvDialect, cap: int, cut: Callable[[], bool]) -> None:
-        self._lines, self._dialect, self._cap, self._cut = lines, dialect, cap, cut
+    def __init__(
+        self, lines: LineBuffer, dialect: CsvDialect, cap: int, is_truncated: Callable[[], bool]
+    ) -> None:
+        self._lines, self._dialect, self._cap, self._is_truncated = lines, dialect, cap, is_truncated
         self._mark = None if dialect.quote is None else dialect.quote.encode()
         self._open: _OpenQuote | None = None
 
@@ -132,7 +134,7 @@ class CsvRecords:
             problem = RowProblem("line_too_long", message)
         elif fate == "closed":
             return number, lines.take(self._open.stop, self._open.at), size
-        elif fate == "never" and self._cut():
+        elif fate == "never" and self._is_truncated():
             lines.take(lines.at, lines.end)
             return None
         else:

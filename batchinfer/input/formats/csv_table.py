@@ -55,8 +55,8 @@ class CsvReader:
         """Yield all rows of the file in order, unparsed, without blank lines. An invalid record is an error row."""
         with self._open() as table:
             if table is not None:
-                yield from self._cut(table)
-                self.sha256 = "" if table.head.cut else table.hashing.hexdigest()
+                yield from self._chunks(table)
+                self.sha256 = "" if table.head.truncated else table.hashing.hexdigest()
         self._file.check_unchanged(self.sha256 or None)
 
     @contextmanager
@@ -69,11 +69,11 @@ class CsvReader:
                 lines = LineBuffer(iter(head))
                 if _skip_blank(lines, self._text.max_line_bytes + 1):
                     dialect = self._dialect(lines)
-                    records = CsvRecords(lines, dialect, self._text.max_line_bytes, lambda: head.cut)
+                    records = CsvRecords(lines, dialect, self._text.max_line_bytes, lambda: head.truncated)
                     names = self._header(records.first(), dialect)
                     yield _OpenTable(names, lines, records, dialect, head, hashing)
                 else:
-                    self.sha256 = "" if head.cut else hashing.hexdigest()
+                    self.sha256 = "" if head.truncated else hashing.hexdigest()
                     yield None
         except OSError as error:
             raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
@@ -102,7 +102,7 @@ class CsvReader:
             )
         return _names(self._file, dialect.split(text))
 
-    def _cut(self, table: _OpenTable) -> Iterator[InputChunk]:
+    def _chunks(self, table: _OpenTable) -> Iterator[InputChunk]:
         wanted = None if self._options.columns is None else set(self._options.columns)
         kept = tuple((at, name) for at, name in enumerate(table.names) if wanted is None or name in wanted)
         whole = CsvLines(

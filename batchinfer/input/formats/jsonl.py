@@ -49,13 +49,13 @@ class JsonlReader:
                 hashing = HashingFile(raw)
                 chunks = unpacked_chunks(self._file, raw, hashing, self._text.encoding)
                 head = WholeLines(chunks, self._options.sample_bytes)
-                yield from self._cut(LineBuffer(iter(head)), hashing)
-                self.sha256 = "" if head.cut else hashing.hexdigest()
+                yield from self._chunks(LineBuffer(iter(head)), hashing)
+                self.sha256 = "" if head.truncated else hashing.hexdigest()
         except OSError as error:
             raise StorageError(f"{self._file.path}: cannot be read: {error}") from None
         self._file.check_unchanged(self.sha256 or None)
 
-    def _cut(self, lines: LineBuffer, hashing: HashingFile) -> Iterator[InputChunk]:
+    def _chunks(self, lines: LineBuffer, hashing: HashingFile) -> Iterator[InputChunk]:
         cap, encoding = self._text.max_line_bytes, self._text.encoding
         for number, block in line_blocks(lines, cap, self._options.chunk):
             data, too_long = (b"", block) if isinstance(block, int) else (block, None)

@@ -100,7 +100,7 @@ class ParquetReader:
             )
 
     def _probe(self, doubtful: DoubtfulColumns) -> list[str]:
-        # Columns with very large dictionary values are returned: they stay dictionary-encoded until the rows are cut
+        # Columns with very large dictionary values are returned: they stay dictionary-encoded until the rows are sliced
         guard = BombGuard(self._file.path, None if self._file.name == QUERY else self._file.size)
         wide = doubtful.wide if self._columns is None else doubtful.wide & {*self._columns}
         names, longest = sorted(wide | doubtful.shared), dict.fromkeys(wide, 0)

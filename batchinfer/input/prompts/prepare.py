@@ -85,11 +85,11 @@ class Limits:
     Args:
         max_model_len: The maximum number of tokens of a prompt and its answer.
         vocab_size: The number of token ids of the model.
-        truncate: Which side of a prompt is cut if it is too long, or "error".
+        truncate: Which side of a prompt is truncated if it is too long, or "error".
         context: The settings of the job that enter every work key.
         job_limit: True if the job sets `max_model_len`, False if the model does.
         room: The number of tokens that must fit after a prompt; 0 if answers are vectors.
-        may_cut: True if the job may set prompt.truncate.
+        may_truncate: True if the job may set prompt.truncate.
     """
 
     max_model_len: int
@@ -98,7 +98,7 @@ class Limits:
     context: bytes
     job_limit: bool = False
     room: int = 1
-    may_cut: bool = True
+    may_truncate: bool = True
 
     def length(self) -> str:
         """Return a text for error messages: the maximum number of tokens, and whether the job or the model sets it."""
@@ -106,9 +106,9 @@ class Limits:
             return f"model.max_model_len of the job allows {self.max_model_len:,}"
         return f"the model reads at most {self.max_model_len:,}"
 
-    def cut(self) -> str:
+    def truncation_advice(self) -> str:
         """Return a text for error messages that advises to set prompt.truncate, or "" if the job cannot set it."""
-        return ", or set prompt.truncate to left or right to cut such prompts" if self.may_cut else ""
+        return ", or set prompt.truncate to left or right to cut such prompts" if self.may_truncate else ""
 
     def remedy(self) -> str:
         """Return a text for error messages that advises to raise model.max_model_len; "" if the job does not set it."""
@@ -345,7 +345,7 @@ class Preparer:
             more = " and needs room for one more" if room else " including the scored text" if scored else ""
             message = (
                 f"the prompt has {longest:,} tokens{more}; {self._limits.length()}; shorten "
-                f"it{self._limits.cut()}{self._limits.remedy()}"
+                f"it{self._limits.truncation_advice()}{self._limits.remedy()}"
             )
             raise RowProblem("prompt_too_long", message, "policy")
         keep = limit - draft.params.max_tokens
@@ -355,9 +355,15 @@ class Preparer:
                 f"max_tokens{self._limits.remedy()}"
             )
             raise RowProblem("prompt_too_long", message, "policy")
-        return self._cut_before(tokens, scored, limit, draft) if scored else self._cut(tokens, keep, draft)
+        return (
+            self._truncate_before(tokens, scored, limit, draft)
+            if scored
+            else self._truncate(tokens, keep, draft)
+        )
 
-    def _cut_before(self, tokens: TokenIds, scored: tuple[int, ...], limit: int, draft: Draft) -> TokenIds:
+    def _truncate_before(
+        self, tokens: TokenIds, scored: tuple[int, ...], limit: int, draft: Draft
+    ) -> TokenIds:
         context = len(tokens) - sum(scored)
         keep = limit + 1 - max(scored)  # the last scored token needs no position
         if keep < 1 or draft.continuations == ():
@@ -366,10 +372,10 @@ class Preparer:
         before = self._segments.around[0] if draft.add_special else []
         before = before if len(before) < keep else []
         inner, kept = tokens[len(before) : context], keep - len(before)
-        cut = inner[-kept:] if self._limits.truncate == "left" else inner[:kept]
-        return np.concatenate([tokens[: len(before)], cut, tokens[context:]]).astype(np.int32)
+        truncated = inner[-kept:] if self._limits.truncate == "left" else inner[:kept]
+        return np.concatenate([tokens[: len(before)], truncated, tokens[context:]]).astype(np.int32)
 
-    def _cut(self, tokens: TokenIds, keep: int, draft: Draft) -> TokenIds:
+    def _truncate(self, tokens: TokenIds, keep: int, draft: Draft) -> TokenIds:
         # Tokens that the tokenizer adds around a text are kept: the last one may give the vector of the text
         text = draft.params.gives_tokens or not draft.add_special
         before, behind = ([], []) if text else self._segments.around
@@ -377,8 +383,10 @@ class Preparer:
         kept = keep - len(before) - len(behind)
         if kept < 1:
             before, behind, inner, kept = [], [], tokens, keep
-        cut = inner[-kept:] if self._limits.truncate == "left" else inner[:kept]
-        return np.concatenate([np.array(before, np.int32), cut, np.array(behind, np.int32)]).astype(np.int32)
+        truncated = inner[-kept:] if self._limits.truncate == "left" else inner[:kept]
+        return np.concatenate([np.array(before, np.int32), truncated, np.array(behind, np.int32)]).astype(
+            np.int32
+        )
 
 
 class CheckedConstraints:

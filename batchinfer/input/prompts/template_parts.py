@@ -54,7 +54,7 @@ def template_parts(source: str) -> list[TemplatePart] | None:
     """
     try:
         lines = _lines(source)
-        found = None if lines is None else list(_join_lines(list(_cut(lines))))
+        found = None if lines is None else list(_join_lines(list(_split_long_tails(lines))))
         if found is None:
             return None
         return [TemplatePart(text, first, tuple(sorted(template_columns(text)))) for first, text in found]
@@ -91,7 +91,7 @@ def _lines(source: str) -> list[str] | None:
     return lines
 
 
-def _cut(lines: list[str]) -> Iterator[tuple[int, str]]:
+def _split_long_tails(lines: list[str]) -> Iterator[tuple[int, str]]:
     # A long text after the last field of a line becomes a line of its own
     number = 1
     for line in lines:

@@ -145,13 +145,13 @@ def _bytes(vocabulary: Vocabulary, rules: SplitRules) -> RustTokenizer:
     rust = RustTokenizer(models.BPE(_numbered(vocabulary), merges, ignore_merges=rules.whole))
     if rules.composed:
         rust.normalizer = normalizers.NFC()
-    cuts: list[Any] = [
+    splitters: list[Any] = [
         pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rules.patterns
     ]
     if rules.digits:
-        cuts.append(pre_tokenizers.Digits(individual_digits=True))
-    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rules.patterns))
-    rust.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+        splitters.append(pre_tokenizers.Digits(individual_digits=True))
+    splitters.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rules.patterns))
+    rust.pre_tokenizer = pre_tokenizers.Sequence(splitters)
     rust.decoder = decoders.ByteLevel()
     return rust
 

@@ -118,8 +118,8 @@ def _typed(types: Sequence[int], middle: int) -> int | None:
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
     """Return how many tokens of two texts to keep, (first, second), so that both fit into `room` tokens together.
 
-    The longer text is cut first. If the shorter text has more than half of the room, each text gets a half. This is the
-    strategy longest_first of `tokenizers`.
+    The longer text is truncated first. If the shorter text has more than half of the room, each text gets a half. This
+    is the strategy longest_first of `tokenizers`.
 
     Args:
         first: The number of tokens of the first text.

@@ -49,10 +49,10 @@ class StopStrings:
             return None
         # Decoding all ids for every token would take quadratic time, so that only confirms a stop string
         if not text:  # the stream waits for the rest of a character, and may also withhold complete ones
-            return self._cut() if self._decoded(self._held).strip(_INCOMPLETE) else None
+            return self._find_stop() if self._decoded(self._held).strip(_INCOMPLETE) else None
         seen = self._tail + text
         self._tail = seen[len(seen) - min(self._tail_chars, len(seen)) :]
-        return self._cut() if any(stop in seen for stop in self._stops) else None
+        return self._find_stop() if any(stop in seen for stop in self._stops) else None
 
     def _new_text(self, token_id: int) -> str:
         try:
@@ -62,10 +62,10 @@ class StopStrings:
             self._tail = ""
             return self._decoded(self._ids)
 
-    def _cut(self) -> int | None:
+    def _find_stop(self) -> int | None:
         before = self._decoded(self._ids[: max(0, self._min_tokens - 1)])
         start = len(before.rstrip(_INCOMPLETE))
-        return cut_at_stop(self._decoded(self._ids), self._stops, start, self._include)
+        return find_text_end(self._decoded(self._ids), self._stops, start, self._include)
 
     def _decoded(self, ids: list[int]) -> str:
         return str(self._rust.decode(ids, skip_special_tokens=True))
@@ -82,7 +82,7 @@ def stop_streams(rust: Any) -> Callable[[SamplingParams], Callable[[int], int | 
     return lambda params: StopStrings(rust, params.stop, params.min_tokens, params.include_stop).push
 
 
-def cut_at_stop(text: str, stops: Sequence[str], start: int = 0, include: bool = False) -> int | None:
+def find_text_end(text: str, stops: Sequence[str], start: int = 0, include: bool = False) -> int | None:
     """Return how many characters of a text to keep if it has a stop string, or None if it has none.
 
     The first stop string counts, and the shortest of several at the same position.

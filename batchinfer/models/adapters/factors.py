@@ -17,7 +17,7 @@ from batchinfer.models.adapters.stored_adapter import ChangedModule, StoredAdapt
 from batchinfer.models.checkpoint.tensor_names import StoredParameter
 from batchinfer.models.checkpoint.weights import LayerWeights, Tables, Weights, segments_of
 from batchinfer.models.families.family import Part
-from batchinfer.models.parallel.shard import WHOLE_PARAMETER, ModelShard, ParameterCut, layer_cuts
+from batchinfer.models.parallel.shard import WHOLE_PARAMETER, ModelShard, ParameterShard, shard_layer
 from batchinfer.models.spec.parameters import FACTOR_A, FACTOR_B
 from batchinfer.models.spec.spec import LayerSpec, LinearSpec, ModelSpec
 
@@ -107,22 +107,22 @@ class AdaptedWeights(Weights):
         A and B of adapter 0 for the product "qkv" are "qkv.factor_a.0" and "qkv.factor_b.0".
         """
         found = dict(self._weights.layer(index))
-        for linear, cuts in self._linears(index):
+        for linear, shards in self._linears(index):
             for number, modules in enumerate(changed_modules(self._adapters, index, linear.name)):
                 if modules:
                     whole = self._channels.adapt(index, linear.name, *self._factors(modules, linear))
-                    a, b = cut_factors(*whole, linear, cuts)
+                    a, b = shard_factors(*whole, linear, shards)
                     found[f"{linear.name}{FACTOR_A}{number}"], found[f"{linear.name}{FACTOR_B}{number}"] = (
                         a,
                         b,
                     )
         return found
 
-    def _linears(self, index: int) -> Iterator[tuple[LinearSpec, Mapping[str, ParameterCut]]]:
+    def _linears(self, index: int) -> Iterator[tuple[LinearSpec, Mapping[str, ParameterShard]]]:
         own, part = self._spec.layers[index], self._part
         whole = own if part is None else part.layers[index]
-        cuts = {} if part is None else layer_cuts(whole, own, part.shard)
-        yield from ((linear, cuts) for linear in whole.linears)
+        shards = {} if part is None else shard_layer(whole, own, part.shard)
+        yield from ((linear, shards) for linear in whole.linears)
 
     def _factors(self, modules: Sequence[ChangedModule], linear: LinearSpec) -> tuple[Tensor, Tensor]:
         # If the product joins the outputs of several modules, their A are concatenated. In the columns of B that belong
@@ -141,8 +141,8 @@ class AdaptedWeights(Weights):
         return a, b.to(self._dtype).to(self._device)
 
 
-def cut_factors(
-    a: Tensor, b: Tensor, linear: LinearSpec, cuts: Mapping[str, ParameterCut]
+def shard_factors(
+    a: Tensor, b: Tensor, linear: LinearSpec, shards: Mapping[str, ParameterShard]
 ) -> tuple[Tensor, Tensor]:
     """Return the columns of an adapter's A, and the rows of its B, that a rank needs for its part of a matrix product.
 
@@ -150,15 +150,15 @@ def cut_factors(
         a: (r, in), A for the whole product.
         b: (out, r), B for the whole product.
         linear: The product in the whole model.
-        cuts: The part of each parameter that the rank holds, by the parameter's name. Parameters without an entry are
+        shards: The part of each parameter that the rank holds, by the parameter's name. Parameters without an entry are
             whole.
     """
     rows, first = list[Tensor](), 0
     for part, count in linear.parts:
-        start, end = cuts.get(part, WHOLE_PARAMETER).outputs or (0, count)
+        start, end = shards.get(part, WHOLE_PARAMETER).outputs or (0, count)
         rows.append(b[first + start : first + end])
         first += count
-    inputs = cuts.get(linear.parts[0][0], WHOLE_PARAMETER).inputs
+    inputs = shards.get(linear.parts[0][0], WHOLE_PARAMETER).inputs
     return a if inputs is None else a[:, slice(*inputs)].contiguous(), torch.cat(rows)
 
 

@@ -13,7 +13,7 @@ from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_nam
 from batchinfer.models.families.family import Part
 from batchinfer.models.files.safetensors_header import TensorInfo
 from batchinfer.models.formats.packed_tensor import ALL, PackedTensor, Shape, Slices, Span
-from batchinfer.models.parallel.shard import ModelShard, ParameterCut, layer_cuts, table_cut
+from batchinfer.models.parallel.shard import ModelShard, ParameterShard, shard_layer, shard_table
 from batchinfer.models.parallel.shard_spec import shard_spec
 from batchinfer.models.spec.parameters import EMBEDDING, HEAD, table_parameters
 
@@ -69,7 +69,7 @@ class StoredParts:
         """Return where the rank reads each parameter outside of layers, such as the embedding, by name.
 
         Raises:
-            CannotSplit: A stored tensor cannot be cut like this.
+            CannotSplit: A stored tensor cannot be sliced like this.
         """
         whole = self._checkpoint
         names = table_names(whole.spec, whole.prefixes)
@@ -83,7 +83,7 @@ class StoredParts:
             wanted.append(HEAD)
         other = {EMBEDDING: HEAD, HEAD: EMBEDDING}
         found = {name: there[name if name in there else other[name]] for name in wanted}
-        return {name: self._part(stored, table_cut(spec, name)) for name, stored in found.items()}
+        return {name: self._part(stored, shard_table(spec, name)) for name, stored in found.items()}
 
     def layer(self, index: int) -> dict[str, StoredPart]:
         """Return where the rank reads each parameter of a layer, by name.
@@ -92,17 +92,17 @@ class StoredParts:
             index: The number of the layer in the shard, from 0.
 
         Raises:
-            CannotSplit: A stored tensor cannot be cut like this.
+            CannotSplit: A stored tensor cannot be sliced like this.
         """
         whole, shard = self._checkpoint, self._shard
         first = 0 if shard.layers is None else shard.layers[0]
         names = layer_names(whole.spec, first + index, whole.prefixes)
         own = self.spec.layers[index]
-        cuts = layer_cuts(whole.spec.layers[first + index], own, shard)
-        return {name: self._part(names[name], cut) for name, cut in cuts.items()}
+        shards = shard_layer(whole.spec.layers[first + index], own, shard)
+        return {name: self._part(names[name], shard) for name, shard in shards.items()}
 
-    def _part(self, stored: StoredParameter, cut: ParameterCut) -> StoredPart:
-        return stored_part(self._checkpoint, stored, cut if self._shard.cuts_layers else None)
+    def _part(self, stored: StoredParameter, shard: ParameterShard) -> StoredPart:
+        return stored_part(self._checkpoint, stored, shard if self._shard.splits_layers else None)
 
 
 def check_parts(checkpoint: Checkpoint, shard: ModelShard) -> None:
@@ -117,47 +117,47 @@ def check_parts(checkpoint: Checkpoint, shard: ModelShard) -> None:
         parts.layer(index)
 
 
-def stored_part(checkpoint: Checkpoint, stored: StoredParameter, cut: ParameterCut | None) -> StoredPart:
+def stored_part(checkpoint: Checkpoint, stored: StoredParameter, shard: ParameterShard | None) -> StoredPart:
     """Return where a rank reads a parameter.
 
     Args:
         checkpoint: The checkpoint.
         stored: The location of the whole parameter.
-        cut: The part of the parameter that the rank needs. None: all of it.
+        shard: The part of the parameter that the rank needs. None: all of it.
 
     Raises:
-        CannotSplit: The stored tensors cannot be cut like this.
+        CannotSplit: The stored tensors cannot be sliced like this.
     """
     packed = checkpoint.packed.get(stored.tensor)
-    if cut is None or (cut.is_whole and stored.part is None):
+    if shard is None or (shard.is_whole and stored.part is None):
         return StoredPart(stored, packed)
     first = stored.tensor if packed is None else packed.stored[0]
     if checkpoint.tensors[first].file.suffix == GGUF:
         raise CannotSplit("tensors of a GGUF file are read as a whole, and cannot be sharded among ranks")
     try:
-        return replace(_cut(checkpoint, stored, packed, cut), elsewhere=cut.elsewhere)
+        return replace(_slice(checkpoint, stored, packed, shard), elsewhere=shard.elsewhere)
     except CannotSplit as error:
         raise CannotSplit(f"{stored.tensor}: {error}") from None
 
 
-def _cut(
-    checkpoint: Checkpoint, stored: StoredParameter, packed: PackedTensor | None, cut: ParameterCut
+def _slice(
+    checkpoint: Checkpoint, stored: StoredParameter, packed: PackedTensor | None, shard: ParameterShard
 ) -> StoredPart:
     if stored.rows:
-        rows = stored.rows if cut.outputs is None else stored.rows[slice(*cut.outputs)]
-        columns = (ALL,) if cut.inputs is None else (slice(*cut.inputs),)
+        rows = stored.rows if shard.outputs is None else stored.rows[slice(*shard.outputs)]
+        columns = (ALL,) if shard.inputs is None else (slice(*shard.inputs),)
         return StoredPart(replace(stored, tensor=rows[0], rows=rows), None, dict.fromkeys(rows, columns))
-    part, outputs = _cut_outputs(stored.part, cut.outputs)
+    part, outputs = _slice_outputs(stored.part, shard.outputs)
     found = replace(stored, part=part)
     transposed = stored.part is not None and stored.part.transposed
     if packed is not None:
         turned = transposed and not packed.transposed
-        both = _spans(packed.shape[-2:], packed.transposed, turned, outputs, cut.inputs)
-        own, slices = packed.cut(*both, stored.index)
+        both = _spans(packed.shape[-2:], packed.transposed, turned, outputs, shard.inputs)
+        own, slices = packed.slice(*both, stored.index)
         return StoredPart(found, own, slices)
     first = () if stored.index is None else (slice(stored.index, stored.index + 1),)
     sizes = checkpoint.tensors[stored.tensor].info.shape[len(first) :]
-    spans = [ALL if span is None else slice(*span) for span in (outputs, cut.inputs)][: len(sizes)]
+    spans = [ALL if span is None else slice(*span) for span in (outputs, shard.inputs)][: len(sizes)]
     return StoredPart(found, None, {stored.tensor: (*first, *(spans[::-1] if transposed else spans))})
 
 
@@ -170,7 +170,7 @@ def _spans(
     return spans[::-1] if turned else spans
 
 
-def _cut_outputs(part: Part | None, outputs: Span | None) -> tuple[Part | None, Span | None]:
+def _slice_outputs(part: Part | None, outputs: Span | None) -> tuple[Part | None, Span | None]:
     """Return which outputs of a tensor a rank reads, and where its part of a parameter is among them.
 
     Args:

@@ -21,7 +21,7 @@ STATED_IN = "stated_in"  # added to a quantization_config: its file, if that is 
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value for an error message. Beyond SHOWN characters, it is cut off."""
+    """Return the repr of a value for an error message. It is truncated to SHOWN characters."""
     text = repr(value)
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 

@@ -20,9 +20,9 @@ from batchinfer.models.formats.packed_tensor import (
     Span,
     Stored,
     StoredFormat,
-    cut_inputs,
     int4_form,
     is_float,
+    slice_inputs,
     slice_of,
     wrong_group,
 )
@@ -121,7 +121,7 @@ class AwqTensor(PackedTensor):
             unpack_words(values, BITS, ORDER).t(), scales.t(), unpack_words(zeros, BITS, ORDER).t()
         )
 
-    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:
@@ -134,7 +134,7 @@ class AwqTensor(PackedTensor):
         """
         values, scales, zeros = self.stored
         words, columns = slice_of(outputs, HELD, "outputs"), slice(*outputs)
-        group, groups, lines = cut_inputs(inputs, self.shape[1], self.group, 1)
+        group, groups, lines = slice_inputs(inputs, self.shape[1], self.group, 1)
         slices = {values: (lines, words), scales: (groups, columns), zeros: (groups, words)}
         shape = (outputs[1] - outputs[0], inputs[1] - inputs[0])
         return replace(self, shape=shape, group=group), slices

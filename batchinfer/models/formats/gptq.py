@@ -23,9 +23,9 @@ from batchinfer.models.formats.packed_tensor import (
     Stored,
     StoredFormat,
     are_groups,
-    cut_inputs,
     int4_form,
     is_float,
+    slice_inputs,
     words_of,
     wrong_group,
 )
@@ -199,7 +199,7 @@ class GptqTensor(PackedTensor):
         restored = words + self.zeros.subtracted(self.bits)
         return unpack_words(restored, self.bits)[:, : self.shape[0]]
 
-    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:
@@ -213,7 +213,7 @@ class GptqTensor(PackedTensor):
         if self.ordered and inputs != (0, self.shape[1]):
             raise CannotSplit(f"the groups of {self.format} weights follow no order that ranks could divide")
         held, columns = WORD_BITS // self.bits, slice(*outputs)
-        group, groups, words = cut_inputs(inputs, self.shape[1], self.group, held)
+        group, groups, words = slice_inputs(inputs, self.shape[1], self.group, held)
         values, scales, zeros = self.stored[:3]
         slices = {values: (words, columns), scales: (groups, columns)}
         slices[zeros] = (groups, words_of(outputs, held, self.shape[0]))

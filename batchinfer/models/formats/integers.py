@@ -19,9 +19,9 @@ from batchinfer.models.formats.packed_tensor import (
     Span,
     Stored,
     are_groups,
-    cut_inputs,
     int4_form,
     is_float,
+    slice_inputs,
     slice_of,
     words_of,
 )
@@ -135,7 +135,7 @@ class PackedIntegers(PackedTensor):
         codes = unpack_words(values, self.bits)[:, :inputs]
         return int4_codes(codes, _lines(scales, outputs).t(), found)
 
-    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:
@@ -149,7 +149,7 @@ class PackedIntegers(PackedTensor):
         if self.ordered and inputs != (0, self.shape[1]):
             raise CannotSplit(f"the groups of {self.format} weights follow no order that ranks could divide")
         held, rows = WORD_BITS // self.bits, slice(*outputs)
-        group, groups, words = cut_inputs(inputs, self.shape[1], self.group, held)
+        group, groups, words = slice_inputs(inputs, self.shape[1], self.group, held)
         slices = {self.stored[0]: (rows, words), self.stored[1]: (rows, groups)}
         if self.zeros:
             slices[self.stored[3]] = (words_of(outputs, held, self.shape[0]), groups)
@@ -242,7 +242,7 @@ class Int8Tensor(PackedTensor):
         values, scales = map(read, self.stored)
         return Codes(values, scales.float().reshape(-1))
 
-    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:

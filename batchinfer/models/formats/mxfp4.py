@@ -101,7 +101,7 @@ class Mxfp4Experts(PackedTensor):
             values, scales = values[index], scales[index]
         return Codes(values.flatten(-2), scales)
 
-    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:

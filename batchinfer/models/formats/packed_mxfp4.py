@@ -64,7 +64,7 @@ class PackedMxfp4(PackedTensor):
         values, scales = map(read, self.stored)
         return Codes(values, scales)
 
-    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:

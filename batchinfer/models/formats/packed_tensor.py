@@ -101,7 +101,7 @@ class PackedTensor(ABC):
         """
         raise TypeError(f"weights of {self.format} have to be dequantised")
 
-    def cut(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:
@@ -253,7 +253,7 @@ def slice_of(span: Span, unit: int, what: str) -> slice:
     return slice(first // unit, end // unit)
 
 
-class InputCut(NamedTuple):
+class InputSlices(NamedTuple):
     """The parts of a weight's stored tensors that belong to a range of its inputs.
 
     Attributes:
@@ -267,7 +267,7 @@ class InputCut(NamedTuple):
     words: slice
 
 
-def cut_inputs(inputs: Span, count: int, group: int, held: int) -> InputCut:
+def slice_inputs(inputs: Span, count: int, group: int, held: int) -> InputSlices:
     """Return the parts of a weight's scales and words that belong to a range of inputs.
 
     Args:
@@ -282,7 +282,7 @@ def cut_inputs(inputs: Span, count: int, group: int, held: int) -> InputCut:
     one, whole = group >= count, inputs == (0, count)
     group = inputs[1] - inputs[0] if one else group
     groups = ALL if one or whole else slice_of(inputs, group, "inputs")
-    return InputCut(group, groups, ALL if whole else slice_of(inputs, held, "inputs"))
+    return InputSlices(group, groups, ALL if whole else slice_of(inputs, held, "inputs"))
 
 
 def words_of(outputs: Span, held: int, count: int) -> slice:

@@ -64,10 +64,10 @@ class ModelShard:
     @property
     def is_whole(self) -> bool:
         """Return True if the shard is the whole model."""
-        return self.layers is None and not self.cuts_layers
+        return self.layers is None and not self.splits_layers
 
     @property
-    def cuts_layers(self) -> bool:
+    def splits_layers(self) -> bool:
         """Return True if the rank holds only a part of each of its layers: some heads, columns or experts."""
         return not self.tensor.is_whole or not (self.experts is None or self.experts.is_whole)
 
@@ -76,7 +76,7 @@ WHOLE_MODEL = ModelShard()
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterCut:
+class ParameterShard:
     """The part of a parameter that a rank reads.
 
     Args:
@@ -96,10 +96,10 @@ class ParameterCut:
         return self == WHOLE_PARAMETER
 
 
-WHOLE_PARAMETER = ParameterCut()
+WHOLE_PARAMETER = ParameterShard()
 
 
-def layer_cuts(whole: LayerSpec, own: LayerSpec, shard: ModelShard) -> dict[str, ParameterCut]:
+def shard_layer(whole: LayerSpec, own: LayerSpec, shard: ModelShard) -> dict[str, ParameterShard]:
     """Return the part of each parameter of a layer that a rank reads, by name of the parameter.
 
     Args:
@@ -115,12 +115,14 @@ def layer_cuts(whole: LayerSpec, own: LayerSpec, shard: ModelShard) -> dict[str,
         if linear.biased and linear.inputs != all_of_it.inputs
     }
     return {
-        name: ParameterCut(elsewhere=share.rank > 0) if name in added else _cut(shapes[name], shape, share)
+        name: ParameterShard(elsewhere=share.rank > 0)
+        if name in added
+        else _shard(shapes[name], shape, share)
         for name, shape in layer_parameters(own).items()
     }
 
 
-def table_cut(own: ModelSpec, name: str) -> ParameterCut:
+def shard_table(own: ModelSpec, name: str) -> ParameterShard:
     """Return the part that a rank reads of a parameter outside of layers.
 
     It is a range of rows of the embedding or the output layer, and all of other parameters.
@@ -129,12 +131,12 @@ def table_cut(own: ModelSpec, name: str) -> ParameterCut:
         own: The spec of the rank's shard.
         name: The name of the parameter, such as "embedding".
     """
-    return ParameterCut(own.tokens) if name in (EMBEDDING, HEAD) else WHOLE_PARAMETER
+    return ParameterShard(own.tokens) if name in (EMBEDDING, HEAD) else WHOLE_PARAMETER
 
 
-def _cut(whole: Shape, own: Shape, share: Portion) -> ParameterCut:
+def _shard(whole: Shape, own: Shape, share: Portion) -> ParameterShard:
     outputs, *inputs = (_span(count, held, share) for count, held in zip(whole, own, strict=True))
-    return ParameterCut(outputs, inputs[0] if inputs else None)
+    return ParameterShard(outputs, inputs[0] if inputs else None)
 
 
 def _span(count: int, held: int, share: Portion) -> Span | None:

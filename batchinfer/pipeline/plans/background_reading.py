@@ -33,7 +33,7 @@ class BackgroundReading:
         self.ingestion, self._steps, self.at = ingestion, steps, at
         self._turn = threading.Condition()
         self._stops = self._wanted = False
-        self._cut: RowsSoFar | None = None
+        self._snapshot: RowsSoFar | None = None
         self._thread = ThreadPoolExecutor(1, "reading")
         self._read_all: Future[None] = self._thread.submit(self._read)
 
@@ -69,7 +69,7 @@ class BackgroundReading:
             self._wanted = True
             while self._wanted and not self.ended:
                 self._turn.wait(_LOOK_S)
-            found, self._cut, self._wanted = self._cut, None, False
+            found, self._snapshot, self._wanted = self._snapshot, None, False
         return None if found is None else self.ingestion.settle(found)
 
     def finish(self) -> Index:
@@ -94,5 +94,5 @@ class BackgroundReading:
 
     def _hand_out(self) -> None:
         with self._turn:
-            self._cut, self._wanted = self.ingestion.cut(), False
+            self._snapshot, self._wanted = self.ingestion.take_snapshot(), False
             self._turn.notify()

@@ -123,7 +123,7 @@ class EarlierDrafts:
 def with_draft(request: Request, tokens: Sequence[int] | None, vocab: int) -> Request:
     """Return a request with draft tokens.
 
-    The draft is cut at `max_tokens` of the request and before the first token that the model does not have.
+    The draft is truncated at `max_tokens` of the request and before the first token that the model does not have.
 
     Args:
         request: The request.

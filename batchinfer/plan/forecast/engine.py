@@ -266,7 +266,7 @@ def _lengths(job: Job) -> tuple[AnswerLengths, int]:
     earlier = earlier_lengths(report_folder(job.results_root))
     if earlier is None:
         return AnswerLengths.unknown(), 0
-    found = AnswerLengths.of(earlier.prompts, earlier.answers, earlier.cut)
+    found = AnswerLengths.of(earlier.prompts, earlier.answers, earlier.truncated)
     return found, earlier.runs if found.are_known else 0
 
 

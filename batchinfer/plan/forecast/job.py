@@ -324,8 +324,8 @@ def _setting(setup: Setup) -> str:
 
 
 def _rows_over(job: Job, codes: Mapping[str, int]) -> int | None:
-    cut = job.prompt is not None and job.prompt.truncate != "error"
-    return None if cut else codes.get("prompt_too_long", 0)
+    truncates = job.prompt is not None and job.prompt.truncate != "error"
+    return None if truncates else codes.get("prompt_too_long", 0)
 
 
 def _lengths(plan: Plan, times: float) -> Lengths:

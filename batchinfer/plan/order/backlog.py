@@ -8,13 +8,13 @@ from itertools import accumulate
 
 from batchinfer.core.request import Request
 
-# A cut makes engines on both sides compute the shared prefix. The prefix may cost 1/DIVIDES_AT of the rows' work.
+# A split makes engines on both sides compute the shared prefix. The prefix may cost 1/DIVIDES_AT of the rows' work.
 DIVIDES_AT = 8
 MOST_ROWS = 256  # maximum rows per hand-out, with several engines
 # Each hand-out is an engine's equal share of the remaining rows divided by this. Hand-outs shrink towards the end, so
 # engines finish together even if one is several times slower.
 PIECES_LEFT = 4
-_READ = 1024  # rows read at a time; `cut` examines all rows that were read
+_READ = 1024  # rows read at a time; `choose_split` examines all rows that were read
 
 
 class Backlog:
@@ -53,7 +53,7 @@ class Backlog:
             rows: Desired number of requests. The result may have more, or fewer if the backlog has fewer.
             engines: Number of engines that share the backlog.
         """
-        end, self._free_tokens = cut(self._requests, rows, engines, self._free_tokens)
+        end, self._free_tokens = choose_split(self._requests, rows, engines, self._free_tokens)
         taken = self._requests[:end]
         del self._requests[:end]
         if taken and taken[-1].shares_next:  # the next row may go to another engine
@@ -61,7 +61,9 @@ class Backlog:
         return taken
 
 
-def cut(requests: Sequence[Request], rows: int, engines: int, free_tokens: int = 0) -> tuple[int, int]:
+def choose_split(
+    requests: Sequence[Request], rows: int, engines: int, free_tokens: int = 0
+) -> tuple[int, int]:
     """Choose where to split a list of requests, so that few engines compute the same prefix.
 
     The split is after at least `rows` and less than 2 × `rows` requests, at the place where neighbouring requests share

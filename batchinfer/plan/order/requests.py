@@ -48,9 +48,9 @@ def read_together(
     if not len(offsets):
         return
     ends = offsets + counts
-    cuts = np.diff(offsets // _AT_ONCE) != 0
-    cuts |= (offsets[1:] < offsets[:-1]) | (offsets[1:] > ends[:-1] + _GAP)
-    reads = np.append(0, np.flatnonzero(cuts) + 1)  # index of the first prompt of each read
+    breaks = np.diff(offsets // _AT_ONCE) != 0
+    breaks |= (offsets[1:] < offsets[:-1]) | (offsets[1:] > ends[:-1] + _GAP)
+    reads = np.append(0, np.flatnonzero(breaks) + 1)  # index of the first prompt of each read
     places = np.diff(reads, append=len(offsets))
     firsts = offsets[reads]
     spans = np.maximum.reduceat(ends, reads) - firsts

@@ -28,7 +28,7 @@ ROWS_READ = 512  # rows that are read; those within MOST_TOKENS are used
 # A third is held out, and answers are added. On the quickstart's model, 20 rows with 3,400 tokens had up to 3 times the
 # divergence of 50 rows with 8,600. 200 rows had no less (docs/measurements/quantisation.md).
 MOST_TOKENS = 8_192
-LONGEST = 2_048  # tokens of a prompt; the rest is cut off
+LONGEST = 2_048  # tokens of a prompt; the rest is truncated
 ANSWER_TOKENS = 64  # answer tokens per prompt, which are part of the sample
 _DIGITS = 24  # hex digits of a folder's name
 

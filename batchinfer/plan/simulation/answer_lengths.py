@@ -24,18 +24,18 @@ class AnswerLengths:
 
     @classmethod
     def of(
-        cls, prompts: NDArray[np.int64], answers: NDArray[np.int64], cut: NDArray[np.bool_]
+        cls, prompts: NDArray[np.int64], answers: NDArray[np.int64], truncated: NDArray[np.bool_]
     ) -> AnswerLengths:
         """Create a forecast from the requests of earlier runs. The arrays have one value per request.
 
         Args:
             prompts: Number of prompt tokens.
             answers: Number of answer tokens.
-            cut: True for answers that max_tokens truncated.
+            truncated: True for answers that max_tokens truncated.
         """
         sizes = np.frexp(prompts.astype(np.float64))[1]  # bit lengths
         found = {
-            int(size): SurvivalCurve.of(answers[sizes == size], cut[sizes == size])
+            int(size): SurvivalCurve.of(answers[sizes == size], truncated[sizes == size])
             for size in np.unique(sizes)
         }
         return cls({size: survival for size, survival in found.items() if survival is not None})

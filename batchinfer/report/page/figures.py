@@ -8,7 +8,7 @@ from typing import Any
 
 from batchinfer.core.wording import is_number, shown
 
-_LONGEST_TEXT = 800  # longer texts of a cell are cut
+_LONGEST_TEXT = 800  # longer texts of a cell are truncated
 _SHORT_TEXT = 32  # characters of a text that is not broken into lines
 
 
@@ -76,5 +76,5 @@ def _cell(value: Any, column: Figure, numeric: bool) -> tuple[str, str, str]:
         value, unit = value.value, value.unit
     text = shown(value, unit)
     kind = "n" if numeric else "w" if len(text) > _SHORT_TEXT else ""
-    cut = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
-    return kind, repr(value) if is_number(value) else "", cut
+    shortened = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+    return kind, repr(value) if is_number(value) else "", shortened

@@ -42,13 +42,13 @@ class EarlierLengths:
         runs: Number of runs.
         prompts: Lengths of prompts.
         answers: Lengths of answers.
-        cut: True if the answer ended at its limit.
+        truncated: True if the answer ended at its limit.
     """
 
     runs: int
     prompts: NDArray[np.int64]
     answers: NDArray[np.int64]
-    cut: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

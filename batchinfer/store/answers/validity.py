@@ -14,7 +14,7 @@ INVALID = (
 
 
 def is_invalid(completion: Completion) -> bool:
-    """Return True if an answer was cut off, repeated itself, or does not match its constraint.
+    """Return True if an answer was truncated, repeated itself, or does not match its constraint.
 
     Such a row gets another attempt if the job defines one. Other errors are not invalid answers.
     """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from batchinfer.core.reasoning import ReasoningTokens, cut
+from batchinfer.core.reasoning import ReasoningTokens, locate_reasoning
 from batchinfer.core.request import Completion, RowError
 from batchinfer.store.columns.column_kinds import Unfit
 from batchinfer.store.columns.logprob_column import Detokenizer
@@ -65,7 +65,7 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _answer(completion: Completion, marks: ReasoningTokens | None) -> Sequence[int]:
     ids: list[int] = completion.tokens.token_ids.tolist()
-    return ids if marks is None else ids[cut(ids, marks).answer or 0 :]
+    return ids if marks is None else ids[locate_reasoning(ids, marks).answer or 0 :]
 
 
 def _check_calls(text: str) -> None:

@@ -130,9 +130,9 @@ class _NewRows:
         for batch in batches:
             found = np.stack([column.to_numpy() for column in batch.columns])
             parts = np.searchsorted(self._ends, found[0], side="right")
-            cuts = np.flatnonzero(np.diff(parts, prepend=number))
-            for start, end in pairwise([0, *cuts.tolist(), len(parts)]):
-                if start in cuts and held:
+            starts = np.flatnonzero(np.diff(parts, prepend=number))
+            for start, end in pairwise([0, *starts.tolist(), len(parts)]):
+                if start in starts and held:
                     yield number, *np.concatenate(held, axis=1)
                     held = []
                 if start < end:

@@ -2,7 +2,7 @@
 
     reader ─▶ chunks ─▶ render workers (rows, templates, tokenizer) ─▶ token store, index ─▶ marker
 
-This process cuts files into chunks and writes the prepared rows. The work per row is done in the workers.
+This process splits files into chunks and writes the prepared rows. The work per row is done in the workers.
 
 A complete index with the same identity is reused. An incomplete one is removed and rebuilt.
 """
@@ -182,7 +182,7 @@ def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[st
 class Ingestion:
     """Builds the index of a job: `steps` reads the input, then `finish` completes the index.
 
-    Between two steps, `cut` returns the index of the rows so far, which can be planned while the rest is
+    Between two steps, `take_snapshot` returns the index of the rows so far, which can be planned while the rest is
     read. These three methods may run in any thread, but only one at a time.
     """
 
@@ -228,7 +228,7 @@ class Ingestion:
 
     @property
     def is_final(self) -> bool:
-        """Return True if later input cannot change the index rows so far. `cut` requires this."""
+        """Return True if later input cannot change the index rows so far. `take_snapshot` requires this."""
         # The prompt without content is read last, and its answer calibrates all labels
         whole = self.job.classify.content_free is None
         # Types inferred from all rows may differ from the types of reused rows, which are then read again
@@ -279,21 +279,21 @@ class Ingestion:
         assert self._writer is not None, "no step was taken yet"
         return self._writer
 
-    def cut(self) -> RowsSoFar:
+    def take_snapshot(self) -> RowsSoFar:
         """End the current index part, and return the index of the rows so far. Raises StorageError.
 
         Pass the rows to `settle` before they are used.
         """
-        return self._rows.cut()
+        return self._rows.take_snapshot()
 
     def settle(self, rows: RowsSoFar) -> RowsSoFar:
         """Turn rows with repeated custom ids into errors, and give equal sampled rows different work keys.
 
-        Call it for the result of each `cut`, in the order of the cuts. It may run in another thread while the
-        input is read.
+        Call it for the result of each `take_snapshot`, in the order of the calls. It may run in another thread while
+        the input is read.
 
         Args:
-            rows: The rows from `cut`.
+            rows: The rows from `take_snapshot`.
 
         Returns:
             The same rows, with the new number of error rows.

@@ -46,7 +46,7 @@ from batchinfer.store.kept.files import (
     replace_marker,
 )
 from batchinfer.store.kept.finished import FinishedSegment
-from batchinfer.store.kept.segments import SegmentCuts, count_reused, count_unchanged
+from batchinfer.store.kept.segments import SegmentBoundaries, count_reused, count_unchanged
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -249,7 +249,7 @@ class KeptIndex:
         self._given: deque[tuple[str, KeptChunk | None]] = deque()
         self._files: list[tuple[InputFile, int]] = []  # each file with the number of its first chunk
         self._count = self._appended = 0  # chunks
-        self._cuts = SegmentCuts(sum(file.size for file in asked.files))
+        self._boundaries = SegmentBoundaries(sum(file.size for file in asked.files))
         self._writer: KeptWriter | None = None  # of the current segment, once it has a row
         self._facts = SegmentFacts()
         self._first_chunk = self._first_file = 0  # of the current segment
@@ -278,7 +278,7 @@ class KeptIndex:
         reader_sha256.update({one.file.path: one.sha256 for one in reused})
         before = sum(one.file.size for one in reused)
         for file in reader.files[len(reused) :]:
-            if self._cuts.before(file.size):
+            if self._boundaries.is_before(file.size):
                 self._begins.append((self._count, len(self._files)))
             self._files.append((file, self._count))
             known = None if self._last is None or typed else self._last.unchanged(file)

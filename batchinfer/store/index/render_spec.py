@@ -48,7 +48,7 @@ def render_spec(
         options.context,
         job.model.max_model_len is not None,
         options.room,
-        may_cut=job.task != "rerank" or options.asked.pairs is not None,
+        may_truncate=job.task != "rerank" or options.asked.pairs is not None,
     )
     as_text = job.carried if schema is None or values_are_text else ()
     fields = columns.fields(as_text, endpoints=mode == "openai", declared=schema is not None)

@@ -199,7 +199,7 @@ class IndexWriter:
         """End the current index part. Later rows go to a new part. Raises StorageError."""
         self._even.commit()
 
-    def cut(self) -> RowsSoFar:
+    def take_snapshot(self) -> RowsSoFar:
         """End the current index part, and return the index of all rows so far. Raises StorageError."""
         parts = tuple(self._even.commit())
         return RowsSoFar(parts, self.rows, self.error_rows, self.logprobs, TokenStore(self._tokens.written()))

@@ -1,6 +1,6 @@
-"""Cuts a kept index into segments, so a run can reuse some of them and write others.
+"""Divides a kept index into segments, so a run can reuse some of them and write others.
 
-Cuts are between input files: a changed file does not affect the segments before it.
+Segments end between input files: a changed file does not affect the segments before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BYTES = 8 << 20  # minimum input bytes per segment
 _MOST = 24
 
 
-class SegmentCuts:
+class SegmentBoundaries:
     """Decides which input files of a run begin a new segment of the kept index.
 
     Segments have similar sizes.
@@ -28,14 +28,14 @@ class SegmentCuts:
         self._least = max(_BYTES, size // _OF_A_RUN)
         self._held = 0
 
-    def before(self, size: int) -> bool:
+    def is_before(self, size: int) -> bool:
         """Return True if the next input file, with this size in bytes, begins a new segment.
 
         Call it for each file.
         """
-        cuts = self._held >= self._least
-        self._held = size if cuts else self._held + size
-        return cuts
+        is_boundary = self._held >= self._least
+        self._held = size if is_boundary else self._held + size
+        return is_boundary
 
 
 def count_unchanged(

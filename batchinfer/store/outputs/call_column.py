@@ -83,7 +83,7 @@ def _split_messages(
     detokenizer: Detokenizer,
 ) -> tuple[list[SplitAnswer], list[list[Call]]]:
     # With separate messages for calls, they are removed before reasoning is split off. An answer that a stop
-    # string ended is not changed: its limit counts the characters of all messages, and the call may be cut
+    # string ended is not changed: its limit counts the characters of all messages, and the call may be truncated
     # off
     stored = [one.answer for one in answers]
     calls: list[list[Call]] = [[] for _ in answers]
@@ -130,11 +130,11 @@ class _ShowingDetokenizer:
     def limited(self, answers: Sequence[StoredAnswer]) -> list[StoredAnswer]:
         # Limits then also count the characters of the special tokens shown here. A stop string ends an answer
         # within its last tokens, which are ordinary text
-        cut = [number for number, one in enumerate(answers) if one.limit is not None]
-        ids: list[Sequence[int]] = [answers[number].ids for number in cut]
+        limited = [number for number, one in enumerate(answers) if one.limit is not None]
+        ids: list[Sequence[int]] = [answers[number].ids for number in limited]
         texts = zip(self._usual.decode_batch(ids), self.decode_batch(ids), strict=True)
         found = list(answers)
-        for number, (plain, shown) in zip(cut, texts, strict=True):
+        for number, (plain, shown) in zip(limited, texts, strict=True):
             limit = (answers[number].limit or 0) + len(shown) - len(plain)
             found[number] = answers[number]._replace(limit=limit)
         return found

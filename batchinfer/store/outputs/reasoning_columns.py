@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from batchinfer.core.reasoning import NO_REASONING, Reasoning, ReasoningCut, ReasoningTokens, cut, find
+from batchinfer.core.reasoning import (
+    NO_REASONING,
+    Reasoning,
+    ReasoningSpan,
+    ReasoningTokens,
+    find,
+    locate_reasoning,
+)
 from batchinfer.store.columns.logprob_column import Detokenizer
 
 REASONING_FIELDS = (pa.field("reasoning", pa.string()), pa.field("reasoning_tokens", pa.int32()))
@@ -57,16 +64,16 @@ def split_reasoning(
     """
     if reasoning.tokens is None:
         return _split_by_text(answers, reasoning, detokenizer)
-    cuts, inside, behind = [_cut(answer, reasoning) for answer in answers], [], list[Sequence[int]]()
-    for (ids, *_), (start, end, first, _) in zip(answers, cuts, strict=True):
+    splits, inside, behind = [_split(answer, reasoning) for answer in answers], [], list[Sequence[int]]()
+    for (ids, *_), (start, end, first, _) in zip(answers, splits, strict=True):
         inside.append(_messages(ids[start:end], reasoning.tokens))
         behind.append(ids[len(ids) if first is None else first :])
     texts = iter(detokenizer.decode_batch([*chain.from_iterable(inside), *behind]))
     thoughts = ["\n".join(islice(texts, len(messages))) for messages in inside]
-    told = [_split_at_cut(*one, reasoning) for one in zip(cuts, thoughts, texts, strict=True)]
+    told = [_split_text(*one, reasoning) for one in zip(splits, thoughts, texts, strict=True)]
     for number, answer in enumerate(answers):
         if answer.limit is not None:
-            told[number] = _split_cut_answer(answer, cuts[number], reasoning, detokenizer)
+            told[number] = _split_stopped_answer(answer, splits[number], reasoning, detokenizer)
     return told
 
 
@@ -81,16 +88,16 @@ def _messages(ids: list[int], marks: ReasoningTokens) -> list[list[int]]:
     return [*found, ids[at:]]
 
 
-def _cut(answer: StoredAnswer, reasoning: Reasoning) -> ReasoningCut:
+def _split(answer: StoredAnswer, reasoning: Reasoning) -> ReasoningSpan:
     marks = reasoning.tokens_after(answer.opening)
     if marks is None:
         return NO_REASONING
-    found = cut(answer.ids, marks)
+    found = locate_reasoning(answer.ids, marks)
     # The token that ended an answer within its reasoning is not a part of the reasoning
-    return cut(answer.ids[:-1], marks) if found.answer is None and answer.ended else found
+    return locate_reasoning(answer.ids[:-1], marks) if found.answer is None and answer.ended else found
 
 
-def _split_at_cut(found: ReasoningCut, inside: str, behind: str, reasoning: Reasoning) -> SplitAnswer:
+def _split_text(found: ReasoningSpan, inside: str, behind: str, reasoning: Reasoning) -> SplitAnswer:
     text = None if found.answer is None else _answer(behind, reasoning) if found.reasons else behind
     return SplitAnswer(text, (inside.strip() or None) if found.reasons else None, found.end - found.start)
 
@@ -101,15 +108,15 @@ def _answer(text: str, reasoning: Reasoning) -> str:
     return text[len(gap) :] if text.startswith(gap) else text.lstrip()
 
 
-def _split_cut_answer(
-    answer: StoredAnswer, found: ReasoningCut, reasoning: Reasoning, detokenizer: Detokenizer
+def _split_stopped_answer(
+    answer: StoredAnswer, found: ReasoningSpan, reasoning: Reasoning, detokenizer: Detokenizer
 ) -> SplitAnswer:
     # The limit of a stop string counts the characters of all tokens
     first = len(answer.ids) if found.answer is None else found.answer
     before = [answer.ids[: found.start], answer.ids[: found.end], answer.ids[:first], answer.ids]
     start, end, behind, whole = detokenizer.decode_batch([*before])
     text = whole[: answer.limit]
-    told = _split_at_cut(found, text[len(start) : len(end)], text[len(behind) :], reasoning)
+    told = _split_text(found, text[len(start) : len(end)], text[len(behind) :], reasoning)
     return told._replace(text=None) if found.reasons and len(text) < len(end) else told
 
 

@@ -302,12 +302,12 @@ def is_published(folder: Location, spec: PublishSpec) -> bool:
         return False
     if manifest is None:
         return False
-    cut = [
+    expected_rows = [
         min(spec.rows_per_file, manifest.rows - start) for start in _starts(manifest.rows, spec.rows_per_file)
     ]
     ours = (spec.job, spec.identity, tuple(spec.inputs), spec.numerics)
     theirs = (manifest.job, manifest.identity, manifest.inputs, manifest.numerics)
-    if ours != theirs or cut != [file.rows for file in manifest.files]:
+    if ours != theirs or expected_rows != [file.rows for file in manifest.files]:
         return False
     return all(_size(folder / file.name) == file.bytes for file in manifest.files)
 

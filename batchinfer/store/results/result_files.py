@@ -1,6 +1,6 @@
 """Writes the files of a result in several threads. Each thread writes the files of spans of rows.
 
-The bytes of a file do not depend on the number of threads: row groups are cut by row number within the file.
+The bytes of a file do not depend on the number of threads: row groups are split by row number within the file.
 """
 
 from __future__ import annotations

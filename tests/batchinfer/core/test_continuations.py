@@ -31,10 +31,10 @@ def test_branches_score_each_token_once(context: list[int], each: list[list[int]
         for place, target, slot in zip(places, branch.targets.tolist(), branch.slots.tolist(), strict=True):
             assert slot not in found
             found[slot] = tuple(tokens[: place + 1]), target
-        for cut in range(len(tokens) + 1):
-            before, behind = branch.asked(0, cut), branch.asked(cut, len(tokens))
+        for border in range(len(tokens) + 1):
+            before, behind = branch.asked(0, border), branch.asked(border, len(tokens))
             assert (before.start, before.stop, behind.stop) == (0, behind.start, len(places))
-            assert branch.positions(0, cut).tolist() == places[before]
+            assert branch.positions(0, border).tolist() == places[before]
     longest = max(len(branch.tokens) for branch in parts.branches())
     assert longest == longest_sequence(len(prompt), lengths)
     assert len(run) == len(set(run)), "a node was run twice"

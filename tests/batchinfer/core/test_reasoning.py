@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.core.reasoning import NO_REASONING, ReasoningTokens, cut, find
+from batchinfer.core.reasoning import NO_REASONING, ReasoningTokens, find, locate_reasoning
 
 tokens = st.integers(0, 3)
 marks = st.lists(tokens, min_size=1, max_size=3).map(tuple)
@@ -20,8 +20,8 @@ def reasonings(draw: st.DrawFn) -> ReasoningTokens:
 
 
 @given(st.lists(tokens, max_size=20), reasonings())
-def test_a_cut_names_places_of_the_answer(ids: list[int], given: ReasoningTokens) -> None:
-    start, end, answer, reasons = cut(ids, given)
+def test_the_split_of_an_answer_is_within_its_tokens(ids: list[int], given: ReasoningTokens) -> None:
+    start, end, answer, reasons = locate_reasoning(ids, given)
     assert 0 <= start <= end <= len(ids)
     assert answer is None or end <= answer <= len(ids)
     assert reasons or start == end == 0
@@ -40,19 +40,19 @@ def test_text_between_markers_is_reasoning(inside: list[int], behind: list[int],
     start = 0 if opened else 1
     ids = [*([] if opened else [11]), *inside, 10, *behind]
     end = start + len(inside)
-    assert cut(ids, given) == (start, end, end + 1, True)
-    assert cut(ids[:end], given)[:2] == ((start, end) if ids[:start] or opened else (0, 0))
+    assert locate_reasoning(ids, given) == (start, end, end + 1, True)
+    assert locate_reasoning(ids[:end], given)[:2] == ((start, end) if ids[:start] or opened else (0, 0))
 
 
 def test_an_answer_may_do_without_reasoning() -> None:
     given = ReasoningTokens((5, 6), (7, 8, 9), (8, 9))
-    assert cut([1, 5, 6, 2], given) == NO_REASONING
-    assert cut([8, 9, 5, 6], given) == (0, 0, 2, False)  # the answer starts with its header
-    assert cut([5], given) == (1, 1, None, True)  # the answer ended within its opening marker
+    assert locate_reasoning([1, 5, 6, 2], given) == NO_REASONING
+    assert locate_reasoning([8, 9, 5, 6], given) == (0, 0, 2, False)  # the answer starts with its header
+    assert locate_reasoning([5], given) == (1, 1, None, True)  # the answer ended within its opening marker
 
 
 def test_a_marker_that_is_not_whole_is_no_reasoning() -> None:
     given = ReasoningTokens((5, 6), (7, 8, 9), (8, 9))
-    assert cut([5, 6, 1, 7, 8], given) == (2, 3, None, True)
-    assert cut([5, 6, 1, 8, 9, 2], given) == (2, 3, 5, True)  # the header is enough to end it
-    assert cut([5, 6, 1, 7, 8, 9, 2], given) == (2, 3, 6, True)
+    assert locate_reasoning([5, 6, 1, 7, 8], given) == (2, 3, None, True)
+    assert locate_reasoning([5, 6, 1, 8, 9, 2], given) == (2, 3, 5, True)  # the header is enough to end it
+    assert locate_reasoning([5, 6, 1, 7, 8, 9, 2], given) == (2, 3, 6, True)

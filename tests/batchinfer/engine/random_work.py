@@ -1,4 +1,4 @@
-"""Random work for engines: rows with any parameters and arrival times, and ways to cut them into steps."""
+"""Random work for engines: rows with any parameters and arrival times, and ways to split them into steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = st.lists(st.text("bcd", min_size=1, max_size=7), min_size=1, max_size=5)
 
 @dataclass(frozen=True)
 class Work:
-    """Rows and a way to cut them into steps.
+    """Rows and a way to split them into steps.
 
     Attributes:
         arrivals: number of the step before which each row arrives.

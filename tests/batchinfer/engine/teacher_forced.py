@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to cut, share and distribute work."""
+    """A way to split, share and distribute work."""
 
     budget: int = 4096
     seqs: int = 64

@@ -66,7 +66,7 @@ def test_rows_without_a_constraint_are_recognised(on_host: bool) -> None:
         ({"stop": ("x",)}, "stop string"),
     ],
 )
-def test_a_cut_answer_is_an_error_that_keeps_its_tokens(params: dict[str, Any], words: str) -> None:
+def test_a_truncated_answer_is_an_error_that_keeps_its_tokens(params: dict[str, Any], words: str) -> None:
     row = request(0, [3, 1, 4], **{"most": 12, "choice": ("bcdefghijk",), **params})
     (answer,) = run([row]).completions.values()
     assert answer.finish_reason == "error"

@@ -104,7 +104,7 @@ def cases():
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "dtype", "quantization", "way"), list(cases()))
-def test_a_row_has_the_same_bits_however_the_work_is_cut(name, dtype, quantization, way):
+def test_a_row_has_the_same_bits_however_the_work_is_split(name, dtype, quantization, way):
     loaded, wanted = yardstick(name, dtype, quantization)
     forced = Forced(loaded, rows(), way)
     assert different(forced.run(), wanted) == []

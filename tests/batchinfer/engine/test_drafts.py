@@ -139,11 +139,11 @@ def test_other_answers_are_found_by_their_longest_match(answers: list[list[int]]
     st.integers(0, 120),
 )
 def test_a_known_answer_continues_after_the_differing_tokens(
-    draft: list[int], other: list[int], cut: int, more: int
+    draft: list[int], other: list[int], kept: int, more: int
 ) -> None:
     """The answer starts like the draft, has some other tokens, then continues like the draft."""
-    cut = min(cut, len(draft))
-    answer = [*draft[:cut], *other, *draft[cut + 2 : cut + 2 + more]]
+    kept = min(kept, len(draft))
+    answer = [*draft[:kept], *other, *draft[kept + 2 : kept + 2 + more]]
     found = continue_draft(np.array(draft, np.int32), array("i", answer))
     if answer == draft[: len(answer)]:
         rest = draft[len(answer) : len(answer) + MOST_GIVEN]

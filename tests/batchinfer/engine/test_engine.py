@@ -1,4 +1,4 @@
-"""Compares the whole engine with transformers: greedy tokens and logits in float32 for any cuts and any
+"""Compares the whole engine with transformers: greedy tokens and logits in float32 for any splits and any
 sharing."""
 
 from __future__ import annotations

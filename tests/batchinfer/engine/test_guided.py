@@ -163,7 +163,7 @@ def asking(number: int, **params: Any) -> Row:
 
 
 @pytest.mark.parametrize("choice", [("yes.",), ("yes.", "no.")], ids=["forced", "sampled"])
-def test_a_stop_string_at_the_end_of_a_complete_answer_cuts_it(choice: tuple[str, ...]) -> None:
+def test_a_stop_string_at_the_end_of_a_complete_answer_truncates_it(choice: tuple[str, ...]) -> None:
     """The rest of the text is none of the choices."""
     row, free = asking(0, choice=choice, stop=(".",)), asking(1, stop=("q",))
     found = run(cpu_runner(TOGETHER), TOGETHER, [row, free]).completions
@@ -175,19 +175,19 @@ def test_a_stop_string_at_the_end_of_a_complete_answer_cuts_it(choice: tuple[str
 
 
 @pytest.mark.parametrize(
-    "cut",
+    "limits",
     [
         Limits(512, 20, blocks=18, block_size=16, scarce=True),
         pytest.param(Limits(7, 5, caching=False, block_size=16), marks=pytest.mark.slow),
     ],
 )
-def test_deterministic_answers_have_the_same_bits(cut: Limits) -> None:
+def test_deterministic_answers_have_the_same_bits(limits: Limits) -> None:
     """Includes log-probabilities, bfloat16 and int8 weights."""
     chosen = rows(wishes=("sampled", "penalised", "logprobs"))
-    ran = run(deterministic().runner, cut, chosen)
+    ran = run(deterministic().runner, limits, chosen)
     wanted = run(deterministic().runner, replace(ALONE, block_size=16), chosen)
     assert (ran.answers, ran.logprobs) == (wanted.answers, wanted.logprobs)
-    assert (sum(step.preemptions for step in ran.steps) > 0) == cut.scarce
+    assert (sum(step.preemptions for step in ran.steps) > 0) == limits.scarce
     assert sum(check(row, ran.completions[row.request.key]) for row in chosen) >= 6
 
 

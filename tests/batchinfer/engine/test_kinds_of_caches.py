@@ -1,6 +1,6 @@
 """Tests layers that read the K and V of an earlier layer, and layers without attention.
 
-Greedy tokens and logits in float32 equal a plain decoder's for any cut and any sharing; caches are checked,
+Greedy tokens and logits in float32 equal a plain decoder's for any split and any sharing; caches are checked,
 too.
 """
 

@@ -1,4 +1,4 @@
-"""Tests that answers do not depend on how work is cut into steps, nor on look-ahead, and that all blocks are
+"""Tests that answers do not depend on how work is split into steps, nor on look-ahead, and that all blocks are
 freed."""
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ WAYS = st.builds(Way, on_host=st.booleans()) | st.builds(
 
 @settings(max_examples=examples(10, 250), deadline=None, print_blob=True)
 @given(works(may_constrain=True), WAYS)
-def test_answers_do_not_depend_on_how_the_work_is_cut(work: Work, way: Way) -> None:
+def test_answers_do_not_depend_on_how_the_work_is_split(work: Work, way: Way) -> None:
     """Rows of all kinds, broken logits, windows, preemptions, look-ahead, graphs and partly filled masks."""
     wanted, got = Way(forces=False).run(work, EASY), way.run(work, work.limits)
     assert got.answers == wanted.answers

@@ -59,7 +59,7 @@ def test_a_token_takes_the_same_time_in_an_answer_of_any_length() -> None:
     assert Counted.reads < 2 * len(tokens)
 
 
-def cut(answer: list[int], least: int, from_on: int) -> tuple[list[int], str]:
+def truncate(answer: list[int], least: int, from_on: int) -> tuple[list[int], str]:
     ends = (end for end in range(max(1, from_on), len(answer) + 1) if looped(answer[:end], least))
     end = next(ends, None)
     return answer[:end], "length" if end is None else "repetition"
@@ -83,7 +83,7 @@ def test_answers_end_when_they_loop(work: Work, way: Way, right: float | None, l
     got = way.run(replace(work, rows=looping, nan_every=0), limits, drafter)
     least_tokens = {one.key: one.params.min_tokens for one in rows}
     assert got.answers == {
-        key: cut(tokens, least, least_tokens[key]) for key, (tokens, _) in endless.answers.items()
+        key: truncate(tokens, least, least_tokens[key]) for key, (tokens, _) in endless.answers.items()
     }
     event(f"looped: {any(reason == 'repetition' for _, reason in got.answers.values())}")
 
@@ -96,8 +96,8 @@ def test_an_answer_that_loops_under_a_constraint_is_incomplete(forces: bool) -> 
         request(1, [3, 4], 40, choice=("bcbcbcbcbcbcbcbcd",)),
     ]
     got = run(Way(forces=forces), rows)
-    cut, whole = (got.completions[one.key] for one in rows)
-    assert cut.error is not None
-    assert cut.error.code == "incomplete_output"
-    assert "a loop (sampling.repetition_stop) ended the answer" in cut.error.message
-    assert (len(cut.tokens.token_ids), whole.error, whole.finish_reason) == (8, None, "stop")
+    truncated, whole = (got.completions[one.key] for one in rows)
+    assert truncated.error is not None
+    assert truncated.error.code == "incomplete_output"
+    assert "a loop (sampling.repetition_stop) ended the answer" in truncated.error.message
+    assert (len(truncated.tokens.token_ids), whole.error, whole.finish_reason) == (8, None, "stop")

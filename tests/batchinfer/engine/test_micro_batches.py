@@ -47,7 +47,7 @@ def test_a_size_that_held_is_returned_to() -> None:
     st.integers(1, 40) | st.none(),
 )
 def test_pieces_are_the_step_in_order(spans, tokens, fewer):
-    """Pieces may be cut again if memory is too small."""
+    """Pieces may be split again if memory is too small."""
     chunks = [Chunk(sequence([1] * sum(span), 5, n), *span) for n, span in enumerate(spans)]
     for number, chunk in enumerate(chunks):
         chunk.sequence.tables = [[100 * number + at for at in range(20)]]
@@ -161,7 +161,7 @@ def test_small_steps_do_not_raise_the_limit():
 
 @settings(max_examples=examples(13, 40), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 80), st.integers(1, 80), st.integers(1, 2000)), max_size=12))
-def test_no_step_is_cut_forever_and_few_fail(phases):
+def test_no_step_is_split_forever_and_few_fail(phases):
     """Phases are (wanted tokens, tokens that fit into memory, steps)."""
     batches, failures, steps = MicroBatches(), 0, 0
     for wanted, room, count in phases:

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from batchinfer.core.request import Request
 from batchinfer.engine.runner import row_scores
 from batchinfer.models.ops.torch_ops import TorchOps
-from tests.batchinfer.engine.cut_prompts import Cut, PreemptingOnce, cuts
 from tests.batchinfer.engine.small_engine import (
     MIXED,
     Limits,
@@ -35,6 +34,7 @@ from tests.batchinfer.engine.small_engine import (
     spoil,
 )
 from tests.batchinfer.engine.speculating import Drafts, remembered
+from tests.batchinfer.engine.split_prompts import PreemptingOnce, PromptSplit, prompt_splits
 from tests.examples import examples
 
 OUTPUT = 6
@@ -125,12 +125,16 @@ def test_drafts_change_no_prompt_logprob(budget: int) -> None:
 
 
 @settings(max_examples=examples(6, 300), deadline=None, print_blob=True)
-@given(cut=cuts(), lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6), seed=st.integers(0, 3))
-def test_no_batch_changes_prompt_logprobs(cut: Cut, lengths: list[int], seed: int) -> None:
+@given(
+    split=prompt_splits(),
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    seed=st.integers(0, 3),
+)
+def test_no_batch_changes_prompt_logprobs(split: PromptSplit, lengths: list[int], seed: int) -> None:
     """With any chunks, cache, preemptions, look-ahead and micro-batches."""
-    requests, eos = rows(seed, lengths), frozenset(cut.model.spec.eos_token_ids)
-    ran = drain(make_engine(cut.runner(), cut.limits, eos), requests)
-    check(ran, requests, reference(cut.family, **cut.options), atol=3e-4)
+    requests, eos = rows(seed, lengths), frozenset(split.model.spec.eos_token_ids)
+    ran = drain(make_engine(split.runner(), split.limits, eos), requests)
+    check(ran, requests, reference(split.family, **split.options), atol=3e-4)
 
 
 def test_preempted_prompts_run_again() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from batchinfer.core.reasoning import ReasoningTokens, cut
+from batchinfer.core.reasoning import ReasoningTokens, locate_reasoning
 from batchinfer.core.request import Completion, Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.input.constraints.after_reasoning import FreeMasks, ReasonedConstraint
@@ -116,7 +116,7 @@ def check(one: Thinker, completion: Completion) -> str:
     params, ids = one.request.params, completion.tokens.token_ids.tolist()
     if params.reasoning is None:
         return "plain"
-    start, end, answer, reasons = cut(ids, one.marks)
+    start, end, answer, reasons = locate_reasoning(ids, one.marks)
     assert one.budget is None or end - start <= one.budget
     assert (completion.tokens.logprobs is not None) == params.asks_logprobs
     if params.constraint is None:
@@ -125,7 +125,7 @@ def check(one: Thinker, completion: Completion) -> str:
     assert reasons or answer == len(one.marks.answer)
     if completion.error is not None:
         assert completion.error.code == "incomplete_output"
-        return "cut"
+        return "truncated"
     assert EOS not in ids[:end]
     gap = len(one.marks.gap) if reasons else 0
     assert tuple(ids[answer : answer + gap]) == one.marks.gap[:gap]
@@ -139,9 +139,12 @@ def test_rows_alone_reason_and_then_follow_their_constraint() -> None:
     for one in work():
         found[check(one, ran.completions[one.request.key])] += 1
     assert found["thought"] > 3, found
-    assert found["direct"] + found["cut"] > 0, found
+    assert found["direct"] + found["truncated"] > 0, found
     (ended,) = (one for one in work() if (one.row.kind, one.row.wish) == ("regex", "greedy"))
-    assert cut(ran.completions[ended.request.key].tokens.token_ids.tolist(), ended.marks).end == NATURAL
+    assert (
+        locate_reasoning(ran.completions[ended.request.key].tokens.token_ids.tolist(), ended.marks).end
+        == NATURAL
+    )
     assert ran.requests[ended.request.key].forced_tokens >= len(GAP)
 
 
@@ -177,7 +180,7 @@ markers = st.lists(tokens, min_size=1, max_size=3).map(tuple)
     st.one_of(st.just(()), markers),
     st.one_of(st.none(), st.integers(0, 6)),
 )
-def test_the_engine_and_the_result_cut_reasoning_at_the_same_token(
+def test_the_engine_and_the_result_end_reasoning_at_the_same_token(
     wanted: list[int],
     begin: tuple[int, ...],
     end: tuple[int, ...],
@@ -198,6 +201,6 @@ def test_the_engine_and_the_result_cut_reasoning_at_the_same_token(
         assert one.allows(place)
         one.take(place)
         ids.append(place)
-        assert one.over == (cut(ids, marks).answer is not None), (ids, marks)
-    found = cut(ids, marks)
+        assert one.over == (locate_reasoning(ids, marks).answer is not None), (ids, marks)
+    found = locate_reasoning(ids, marks)
     assert budget is None or found.end - found.start <= budget

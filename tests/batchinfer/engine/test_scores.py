@@ -18,7 +18,6 @@ from batchinfer.core.request import Request, Scores
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.runner import row_scores
 from batchinfer.models.ops.torch_ops import TorchOps
-from tests.batchinfer.engine.cut_prompts import Cut, PreemptingOnce, cuts
 from tests.batchinfer.engine.small_engine import (
     MIXED,
     Limits,
@@ -33,6 +32,7 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
     spoil,
 )
+from tests.batchinfer.engine.split_prompts import PreemptingOnce, PromptSplit, prompt_splits
 from tests.examples import examples
 
 Row = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]  # a context, and its continuations
@@ -139,11 +139,13 @@ SHAPE = st.tuples(st.integers(1, 40), st.lists(st.integers(1, 9), min_size=1, ma
 
 
 @settings(max_examples=examples(8, 300), deadline=None, print_blob=True)
-@given(cut=cuts(), shapes=st.lists(SHAPE, min_size=1, max_size=6), seed=st.integers(0, 3))
-def test_no_batch_changes_a_score(cut: Cut, shapes: list[tuple[int, tuple[int, ...]]], seed: int) -> None:
+@given(split=prompt_splits(), shapes=st.lists(SHAPE, min_size=1, max_size=6), seed=st.integers(0, 3))
+def test_no_batch_changes_a_score(
+    split: PromptSplit, shapes: list[tuple[int, tuple[int, ...]]], seed: int
+) -> None:
     rows = drawn(seed, tuple(shapes))
-    ran = drain(make_engine(cut.runner(), cut.limits, frozenset()), asked(rows))
-    check(ran, reference(cut.family, rows, **cut.options), atol=3e-4)
+    ran = drain(make_engine(split.runner(), split.limits, frozenset()), asked(rows))
+    check(ran, reference(split.family, rows, **split.options), atol=3e-4)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

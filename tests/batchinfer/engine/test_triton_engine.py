@@ -271,7 +271,7 @@ def test_a_row_has_the_same_bits_in_a_batch():
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
-def test_a_row_has_the_same_bits_however_the_work_is_cut(quantization):
+def test_a_row_has_the_same_bits_however_the_work_is_split(quantization):
     """Chunks, cached prefixes, preemption and the reverse order."""
     variant = f"llama+{quantization}"
     ops = triton_ops(model_of(variant), deterministic=True)
@@ -438,9 +438,9 @@ def test_the_warm_up_meets_all_specialisations_of_products(kind, outputs, inputs
     multiples of 16."""
 
     def compiled(rows: int) -> tuple[object, ...]:
-        cut = matmul_tiles.choose_cut(kind, outputs, rows, inputs, True, processors)
-        numbers = (rows, cut.segment // cut.tiles.inputs, cut.splits)
-        return cut.tiles, cut.in_turn, cut.splits > 1, *[(n == 1, n % 16 == 0) for n in numbers]
+        split = matmul_tiles.choose_split(kind, outputs, rows, inputs, True, processors)
+        numbers = (rows, split.segment // split.tiles.inputs, split.splits)
+        return split.tiles, split.in_turn, split.splits > 1, *[(n == 1, n % 16 == 0) for n in numbers]
 
     largest, most = 8192, 256
     warmed = {compiled(rows) for rows in (*batch_sizes(most), *sizes_between(most, largest), largest)}

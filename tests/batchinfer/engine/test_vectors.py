@@ -19,7 +19,6 @@ from batchinfer.core.request import Request, Vector
 from batchinfer.core.sampling import Pooling, SamplingParams
 from batchinfer.engine.runner.sampler import STATE_UNIT, _exact_sums
 from batchinfer.models.ops.torch_ops import TorchOps
-from tests.batchinfer.engine.cut_prompts import PreemptingOnce, cuts
 from tests.batchinfer.engine.small_engine import (
     MIXED,
     Limits,
@@ -35,6 +34,7 @@ from tests.batchinfer.engine.small_engine import (
     make_runner,
     spoil,
 )
+from tests.batchinfer.engine.split_prompts import PreemptingOnce, prompt_splits
 from tests.examples import examples
 
 Floats = NDArray[np.float32]
@@ -120,10 +120,10 @@ def test_vectors_equal_those_of_transformers(family: str, pooling: Pooling) -> N
 @settings(max_examples=examples(8, 300), deadline=None, print_blob=True)
 @given(data=st.data(), pooling=st.sampled_from(POOLINGS))
 def test_no_batch_changes_a_vector(data: st.DataObject, pooling: Pooling) -> None:
-    cut = data.draw(cuts(caching=st.just(pooling == "last")))
+    split = data.draw(prompt_splits(caching=st.just(pooling == "last")))
     lengths = tuple(data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=8)))
-    ran = run(cut.runner(), cut.limits, lengths, pooling)
-    for found, states in zip(vectors(ran), reference(cut.family, lengths, **cut.options), strict=True):
+    ran = run(split.runner(), split.limits, lengths, pooling)
+    for found, states in zip(vectors(ran), reference(split.family, lengths, **split.options), strict=True):
         np.testing.assert_allclose(found, pooled(states, pooling), atol=2e-4, rtol=1e-3)
 
 
@@ -184,14 +184,14 @@ def test_generating_rows_in_the_batch_change_no_vector(
     data: st.DataObject, pooling: Pooling, asks: dict[str, Any]
 ) -> None:
     """With `mean`, the cache has no states, but generating rows still find prefixes in it."""
-    cut = data.draw(cuts())
+    split = data.draw(prompt_splits())
     lengths = tuple(data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=5)))
-    ran = drain(make_engine(cut.runner(), cut.limits, frozenset()), both(lengths, pooling, **asks))
+    ran = drain(make_engine(split.runner(), split.limits, frozenset()), both(lengths, pooling, **asks))
     alone = drain(
-        make_engine(cut.runner(), cut.limits, frozenset()),
+        make_engine(split.runner(), split.limits, frozenset()),
         greedy(drawn_prompts(lengths), 6, ignore_eos=True, **asks),
     )
-    for row, states in enumerate(reference(cut.family, lengths, **cut.options)):
+    for row, states in enumerate(reference(split.family, lengths, **split.options)):
         output = ran.completions[key_of(row)].output
         assert isinstance(output, Vector)
         np.testing.assert_allclose(output.values, pooled(states, pooling), atol=2e-4, rtol=1e-3)

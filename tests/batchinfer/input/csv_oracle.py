@@ -85,8 +85,8 @@ def drawn(source: random.Random) -> tuple[bytes, CsvDialect, int]:
     return data, CsvDialect(delimiter, quote), source.choice([4, 10, 30, 10**6])
 
 
-def cuts(data: bytes, source: random.Random) -> Iterator[list[bytes]]:
-    """Yield the bytes whole, byte by byte, cut in two at every offset, and cut at random."""
+def splits(data: bytes, source: random.Random) -> Iterator[list[bytes]]:
+    """Yield the bytes whole, byte by byte, split in two at every offset, and split at random."""
     yield [data]
     yield [data[at : at + 1] for at in range(len(data))]
     for at in range(1, len(data)):

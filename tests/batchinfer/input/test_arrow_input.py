@@ -74,7 +74,7 @@ def test_types_of_all_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [as_file, as_stream])
-def test_cut_short(tmp_path: Path, write: Callable[..., Path]) -> None:
+def test_a_truncated_file(tmp_path: Path, write: Callable[..., Path]) -> None:
     data = write(tmp_path / "x.arrow", TABLE, None, 700).read_bytes()
     path = tmp_path / "cut.arrow"
     for keep in (5, 40, len(data) // 2, len(data) - 30):

@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer.input.formats import csv_records
 from batchinfer.input.formats.csv_dialect import CsvDialect, detect_delimiter
-from tests.batchinfer.input.csv_oracle import cuts, drawn, expected, found
+from tests.batchinfer.input.csv_oracle import drawn, expected, found, splits
 from tests.examples import everything, examples
 
 PLAIN = CsvDialect(",", '"')
@@ -24,14 +24,14 @@ def chunked(data: bytes) -> Iterator[bytes]:
 
 
 def test_records_equal_those_of_pythons_csv_module() -> None:
-    """Each random file is cut into chunks in every way."""
+    """Each random file is split into chunks in every way."""
     kinds = set[str]()
     for seed in range(examples(300, 20_000)):
         source = random.Random(seed)
         data, dialect, cap = drawn(source)
         wanted = expected(data, dialect, cap)
         kinds.update(row if isinstance(row, str) else "good" for _, row in wanted)
-        for chunks in cuts(data, source):
+        for chunks in splits(data, source):
             assert found(iter(chunks), dialect, cap) == wanted, (seed, data, dialect, cap, chunks)
     assert kinds == {"good", "bad_csv", "line_too_long"}
 

@@ -59,7 +59,7 @@ def missing(end: str) -> Callable[[dict[str, Tensor]], Any]:
     return lambda tensors: tensors.pop(Q + end)
 
 
-def cut(end: str) -> Callable[[dict[str, Tensor]], Any]:
+def shorten(end: str) -> Callable[[dict[str, Tensor]], Any]:
     """Return a change that removes the last row of a tensor."""
     return lambda tensors: tensors.update({Q + end: tensors[Q + end][:-1].clone()})
 
@@ -70,25 +70,29 @@ def other(end: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, T
 
 WRONG: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
     ("gptq", missing("scales"), f"{Q}qweight is quantised, and its {Q}scales are missing"),
-    ("gptq", cut("qzeros"), f"{Q}qzeros [1, 8] (I32) and"),
-    ("gptq", cut("g_idx"), f"{Q}g_idx [63] (I32) are no weights of gptq and their scales"),
+    ("gptq", shorten("qzeros"), f"{Q}qzeros [1, 8] (I32) and"),
+    ("gptq", shorten("g_idx"), f"{Q}g_idx [63] (I32) are no weights of gptq and their scales"),
     ("gptq", other("g_idx", lambda t: t + 1), f"{Q}g_idx [64] (I32) are no weights of gptq"),
     ("gptq", other("scales", lambda t: t.int()), f"{Q}scales [2, 64] (I32) and"),
     ("gptq", other("qweight", lambda t: t.float()), f"{Q}qweight [8, 64] (F32) and"),
     ("awq", missing("qzeros"), f"{Q}qweight is quantised, and its {Q}qzeros are missing"),
-    ("awq", cut("scales"), f"{Q}scales [1, 64] (F16) and"),
+    ("awq", shorten("scales"), f"{Q}scales [1, 64] (F16) and"),
     ("w4a16", missing("weight_shape"), f"{Q}weight_packed is quantised, and its {Q}weight_shape are missing"),
     ("w4a16", other("weight_shape", lambda t: t * 2), f"{Q}weight_packed [64, 8] (I32) and"),
     ("w4a16", other("weight_shape", lambda t: t - 2**40), f"{Q}weight_packed [64, 8] (I32) and"),
-    ("w4a16 with zeros", cut("weight_zero_point"), f"{Q}weight_zero_point [7, 2] (I32) are no"),
+    ("w4a16 with zeros", shorten("weight_zero_point"), f"{Q}weight_zero_point [7, 2] (I32) are no"),
     ("w8a16, actorder", other("weight_g_idx", lambda t: -t), f"{Q}weight_g_idx [64] (I32) are no"),
-    ("w8a8", cut("weight_scale"), f"{Q}weight_scale [63, 1] (F32) are no weights of int8"),
-    ("nvfp4", cut("weight_scale"), f"{Q}weight_scale [63, 4] (F8_E4M3) and"),
+    ("w8a8", shorten("weight_scale"), f"{Q}weight_scale [63, 1] (F32) are no weights of int8"),
+    ("nvfp4", shorten("weight_scale"), f"{Q}weight_scale [63, 4] (F8_E4M3) and"),
     ("nvfp4 of modelopt", other("weight_scale", lambda t: t.float()), f"{Q}weight_scale [64, 4] (F32) and"),
-    ("mxfp4 of linear layers", cut("weight_scale"), f"{Q}weight_scale [63, 2] (U8) are no weights of mxfp4"),
+    (
+        "mxfp4 of linear layers",
+        shorten("weight_scale"),
+        f"{Q}weight_scale [63, 2] (U8) are no weights of mxfp4",
+    ),
     ("2:4 sparse", missing("bitmask"), f"{Q}compressed is quantised, and its {Q}bitmask are missing"),
-    ("2:4 sparse", cut("bitmask"), f"{Q}bitmask [63, 8] (U8) and"),
-    ("2:4 sparse", cut("compressed"), f"{Q}compressed [63, 32] (BF16) and"),
+    ("2:4 sparse", shorten("bitmask"), f"{Q}bitmask [63, 8] (U8) and"),
+    ("2:4 sparse", shorten("compressed"), f"{Q}compressed [63, 32] (BF16) and"),
     (
         "2:4 sparse",
         other("shape", lambda t: t * 2),
@@ -102,19 +106,19 @@ WRONG: list[tuple[str, Callable[[dict[str, Tensor]], Any], str]] = [
         f"{Q}weight is FP8, and its scales {Q}weight_scale_inv are missing",
     ),
     ("nf4", missing("weight.absmax"), f"and its {Q}weight.absmax are missing"),
-    ("nf4", cut("weight"), f"{Q}weight [2047, 1] (U8) and"),
-    ("nf4", cut("weight.quant_state.bitsandbytes__nf4"), "wanted the JSON of bitsandbytes"),
-    ("nf4, double", cut("weight.nested_absmax"), f"{Q}weight.nested_absmax [7] (F32) and"),
+    ("nf4", shorten("weight"), f"{Q}weight [2047, 1] (U8) and"),
+    ("nf4", shorten("weight.quant_state.bitsandbytes__nf4"), "wanted the JSON of bitsandbytes"),
+    ("nf4, double", shorten("weight.nested_absmax"), f"{Q}weight.nested_absmax [7] (F32) and"),
     (
         "torchao int4",
         missing("_weight_scale"),
         f"{Q}weight is quantised, and its {Q}_weight_scale are missing",
     ),
     ("torchao int4", missing("_weight_zero_point"), f"and its {Q}_weight_zero_point are missing"),
-    ("torchao int4", cut("_weight_scale"), f"{Q}_weight_scale [1, 64] (F16) and"),
-    ("torchao int8", cut("_weight_scale"), f"{Q}_weight_scale [63, 1] (BF16) and"),
+    ("torchao int4", shorten("_weight_scale"), f"{Q}_weight_scale [1, 64] (F16) and"),
+    ("torchao int8", shorten("_weight_scale"), f"{Q}_weight_scale [63, 1] (BF16) and"),
     ("torchao intx", other("_weight_qdata", lambda t: t.float()), f"{Q}_weight_qdata [64, 64] (F32) and"),
-    ("torchao fp8", cut("_weight_scale"), f"{Q}_weight_scale [63, 1] (F32) are no weights of fp8"),
+    ("torchao fp8", shorten("_weight_scale"), f"{Q}_weight_scale [63, 1] (F32) are no weights of fp8"),
     (
         "torchao int8",
         lambda tensors: tensors.update({f"{Q}_weight_act_pre_scale": torch.ones(64)}),

@@ -46,11 +46,11 @@ def test_zero_points_equal_the_packed_ones(bits: int) -> None:
     torch.testing.assert_close(whole.dequantize(tensors.__getitem__), wanted)
     for rank in range(2):
         half = (rank * 32, rank * 32 + 32)
-        for cuts, part in (
+        for ranges, part in (
             ((half, (0, INPUTS)), wanted[slice(*half)]),
             (((0, OUTPUTS), half), wanted[:, slice(*half)]),
         ):
-            found, slices = whole.cut(*cuts)
+            found, slices = whole.slice(*ranges)
             read = {name: tensors[name][slices[name]] for name in whole.stored}
             torch.testing.assert_close(found.dequantize(read.__getitem__), part)
             if bits == 4:

@@ -66,7 +66,7 @@ def test_fp8_bitwise(dtype: torch.dtype, scale_dtype: torch.dtype, grid: tuple[i
     assert torch.equal(bits(found), bits(wanted))
 
 
-def test_fp8_whose_last_blocks_are_cut() -> None:
+def test_fp8_whose_last_blocks_are_partial() -> None:
     """As in DeepSeek-V3: the 576 rows of latents and their rotated part are no multiple of a block of 128."""
     values, scales = (
         torch.ones(10, 7).to(torch.float8_e4m3fn),

@@ -1,4 +1,4 @@
-"""Tests that ranges of files are read like safetensors does, with limited read-ahead, and that a cut file is
+"""Tests that ranges of files are read like safetensors does, with limited read-ahead, and that a truncated file is
 noticed."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_a_range_equals_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read > 4
 
 
-def test_a_file_that_was_cut_while_loading_is_named(tmp_path: Path) -> None:
+def test_a_file_that_was_truncated_while_loading_is_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     checkpoint = inspect_checkpoint(tmp_path)
     (path,) = checkpoint.files

@@ -305,7 +305,7 @@ def test_answers_do_not_depend_on_the_batch_or_the_order_of_rows(tmp_path, model
     assert answers(tmp_path / "shuffled", model, rows, 1) == wanted
 
 
-def test_stop_strings_end_an_answer_and_are_cut_off(tmp_path, model):
+def test_stop_strings_end_an_answer_and_are_removed(tmp_path, model):
     rows = [{"text": f"n {i}", "include_stop": included} for included in (False, True) for i in range(6)]
     sampling: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "from_columns": ["include_stop"]}
     path = write_job(tmp_path, model, rows, sampling=sampling)
@@ -314,9 +314,9 @@ def test_stop_strings_end_an_answer_and_are_cut_off(tmp_path, model):
     stop = full[0][10:13]
     run(write_job(tmp_path, model, rows, sampling=sampling | {"stop": [stop]}), RunOptions())
     found = table(path)
-    cut = [text.split(stop)[0] for text in full[:6]]
+    truncated = [text.split(stop)[0] for text in full[:6]]
     with_stop = ["".join(text.partition(stop)[:2]) for text in full[6:]]
-    assert [r["generated_text"] for r in found] == cut + with_stop
+    assert [r["generated_text"] for r in found] == truncated + with_stop
     assert found[0]["finish_reason"] == "stop"
     assert found[0]["completion_tokens"] < 24
     assert [r["completion_tokens"] for r in found[:6]] == [r["completion_tokens"] for r in found[6:]]

@@ -10,7 +10,7 @@ from batchinfer.pipeline.plans.earlier_drafts import _all_below
 from batchinfer.pipeline.workers.messages import Learn
 
 
-def test_answers_are_cut_before_the_first_token_that_the_model_does_not_have() -> None:
+def test_answers_are_truncated_before_the_first_token_that_the_model_does_not_have() -> None:
     answers = [[1, 2, 3], [], [9, 1], [4, 7, 2], [7], [5]]
     assert [one.tolist() for one in _all_below(answers, 10)] == [[1, 2, 3], [9, 1], [4, 7, 2], [7], [5]]
     assert [one.tolist() for one in _all_below(answers, 7)] == [[1, 2, 3], [4], [5]]

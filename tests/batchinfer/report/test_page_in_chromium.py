@@ -99,7 +99,7 @@ def test_all_is_drawn_without_an_error_and_without_a_network(
 
 
 @pytest.mark.parametrize("width", [1280, 900])
-def test_no_table_is_cut_off(browser: Chromium, file: Path, width: int) -> None:
+def test_no_table_is_truncated(browser: Chromium, file: Path, width: int) -> None:
     browser.open(file, width=width)
     wide = """[...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth)
         .map((one) => one.querySelector("table").id)"""

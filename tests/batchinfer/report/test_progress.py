@@ -318,7 +318,7 @@ def test_the_total_is_estimated_from_the_first_answers(clock: Clock, step: Any, 
         running = [row for row in running if row[0] > row[1]]
         progress.step(step(sampled_tokens=len(ended) + len(running), running=len(running)))
         for length, _ in ended:
-            progress.finished(expected_tokens=96, completion_tokens=length, cut=length == 96)
+            progress.finished(expected_tokens=96, completion_tokens=length, truncated=length == 96)
         output = progress.output
         assert output is not None
         if output.ended >= 64:

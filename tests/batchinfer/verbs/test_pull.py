@@ -179,7 +179,7 @@ def test_a_pull_that_was_interrupted_continues_in_the_middle_of_a_file(
     hub: Hub, cache: Path, pull: Pull
 ) -> None:
     whole = len(hub.commits[FIRST][WEIGHTS])
-    hub.cut[WEIGHTS] = whole // 2
+    hub.breaks[WEIGHTS] = whole // 2
     hub.stalled.set()
     child = command(hub, cache, "org/tiny")
     assert hub.reached.wait(PATIENCE_S)
@@ -194,7 +194,7 @@ def test_a_pull_that_was_interrupted_continues_in_the_middle_of_a_file(
     there = partial.stat().st_size
     assert 0 < there < whole
     hub.stalled.clear()
-    hub.cut.clear()
+    hub.breaks.clear()
     hub.served.clear()
     code, out, err = pull("org/tiny", "--json")
     assert code == 0, err

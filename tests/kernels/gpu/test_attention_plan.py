@@ -54,7 +54,7 @@ def test_chunks_and_single_queries_go_different_ways() -> None:
     assert (found.singles, found.lengths.tolist()) == (2, [50, 1])
 
 
-def test_levels_are_cut_into_items_of_rows_and_keys(monkeypatch) -> None:
+def test_levels_are_split_into_items_of_rows_and_keys(monkeypatch) -> None:
     monkeypatch.setattr(attention_plan, "prefix_segment", lambda *_: 256)
     members = list(range(40))
     found = plan([1] * 41, [700] * 41, [SharedPrefix(members, 300), SharedPrefix([5, 39], 650)]).prefixes

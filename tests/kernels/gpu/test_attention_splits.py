@@ -87,7 +87,7 @@ def test_every_key_is_in_one_item(step, mode) -> None:
         assert splits.count <= len(contexts) + MOST
     if deterministic:
         ends = [first for spans in passed_over(splits, contexts, starts) for first, _ in spans]
-        assert all(end % SEGMENT == 0 for end in ends), "cut where every kernel cuts"
+        assert all(end % SEGMENT == 0 for end in ends), "split where every kernel splits"
 
 
 @given(steps(), MODES, st.integers(1, 600))
@@ -106,7 +106,7 @@ def test_a_list_is_reused_until_it_is_rebuilt(step, mode, more) -> None:
     if deterministic:
         fresh = splitter.split(grown, before[1], window)
         assert np.array_equal(splits.array.values, fresh.array.values), (
-            "where a row is cut may not depend on when"
+            "where a row is split may not depend on when"
         )
     else:
         assert more < LEAST_SEGMENT or window is not None or not grown.any()
@@ -133,7 +133,7 @@ def test_the_longest_items_are_first() -> None:
 
 
 def test_lists_of_a_graph_have_few_lengths() -> None:
-    """Lists have two lengths, without and with parts. With fixed cuts, lengths are powers of two."""
+    """Lists have two lengths, without and with parts. With fixed splits, lengths are powers of two."""
     draw = np.random.default_rng(0)
     steps = [draw.integers(1, top, 256) for top in (300, 2000, 16_000, 60_000)]
     steps.append(np.array([60_000] + [300] * 255))

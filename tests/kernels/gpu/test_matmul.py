@@ -15,7 +15,7 @@ from batchinfer_kernels.gpu.block_fp8_matmul import block_fp8_matmul
 from batchinfer_kernels.gpu.fp8_matmul import fp8_matmul
 from batchinfer_kernels.gpu.int8_matmul import MAX_INPUTS, int8_matmul
 from batchinfer_kernels.gpu.matmul import matmul
-from batchinfer_kernels.gpu.matmul_tiles import choose_cut
+from batchinfer_kernels.gpu.matmul_tiles import choose_split
 from batchinfer_kernels.gpu.quantize_rows import quantize_groups_fp8
 from batchinfer_kernels.quantized_linear import quantize_weight
 from tests.kernels.gpu.conftest import DEVICE
@@ -221,32 +221,32 @@ def test_a_row_does_not_depend_on_its_batch(name: str, dtype: torch.dtype, input
         assert torch.equal(multiply(x[rows], bias, **options), whole[rows])
 
 
-def test_a_deterministic_cut_is_the_weights() -> None:
+def test_a_deterministic_split_is_the_weights() -> None:
     """Tile and segments are equal for any number of rows and any GPU."""
     for kind, aligned in product(("half", "wide", "coded", "fp8", "block_fp8"), (True, False)):
-        few, many = (choose_cut(kind, 300, rows, 4096, True, 1, aligned=aligned) for rows in (1, 4096))
+        few, many = (choose_split(kind, 300, rows, 4096, True, 1, aligned=aligned) for rows in (1, 4096))
         assert (few.tiles, few.segment, few.segments) == (many.tiles, many.segment, many.segments)
         assert few.segments > 1
         assert few.splits == few.segments
         assert many.splits == 1
-        assert few == choose_cut(kind, 300, 1, 4096, True, 999, aligned=aligned)
+        assert few == choose_split(kind, 300, 1, 4096, True, 999, aligned=aligned)
 
 
 def test_few_programs_are_split_and_many_are_not() -> None:
-    assert choose_cut("half", 4096, 1, 4096, False, 132).splits > 1
-    assert choose_cut("half", 150_000, 1, 4096, False, 132).splits == 1
-    assert choose_cut("half", 4096, 4096, 4096, False, 132).splits == 1
-    assert choose_cut("half", 64, 1, 500, False, 132).splits == 1
+    assert choose_split("half", 4096, 1, 4096, False, 132).splits > 1
+    assert choose_split("half", 150_000, 1, 4096, False, 132).splits == 1
+    assert choose_split("half", 4096, 4096, 4096, False, 132).splits == 1
+    assert choose_split("half", 64, 1, 500, False, 132).splits == 1
 
 
 @pytest.mark.parametrize("kind", list(matmul_tiles._TILES))
 def test_segments_are_whole_tiles_and_cover_the_inputs(kind: Any) -> None:
     for outputs, rows, inputs in ((1, 1, 1), (576, 3, 576), (4096, 64, 14336), (300, 5000, 4100)):
         for deterministic in (False, True):
-            cut = choose_cut(kind, outputs, rows, inputs, deterministic, 132)
-            assert cut.segment % cut.tiles.inputs == 0
-            assert cut.segments == -(-inputs // cut.segment)
-            assert cut.splits in (1, cut.segments)
+            split = choose_split(kind, outputs, rows, inputs, deterministic, 132)
+            assert split.segment % split.tiles.inputs == 0
+            assert split.segments == -(-inputs // split.segment)
+            assert split.splits in (1, split.segments)
 
 
 def test_wrong_operands_are_refused() -> None:

@@ -34,7 +34,7 @@ from tests.kernels.refused import assert_refused
 # long text, chunks without a tree
 FEW = {(8, 33): 7, (5, 5): 4, (1, 16): 0, (0, 9): 0, (7, 68): 6, (4, 66): 2, (8, 300): 7, (3, 17): 0}
 PADDING = [(1, 0), (1, 0), (0, 0)]
-# A tree of maximum size, chunks of prompts, and a tree of a single node, the rest of a cut tree
+# A tree of maximum size, chunks of prompts, and a tree of a single node, the rest of a split tree
 MIXED = {(34, 110): 32, (40, 70): 0, (8, 200): 7, (1, 30): 0, (3, 129): 2, (20, 20): 5, (2, 2): 1}
 CONTEXTS = (300, 420, 321, 513, 400, 200, 260)
 SHARING = {(1 + at % 4, context): at % 4 for at, context in enumerate(CONTEXTS)}
@@ -111,12 +111,12 @@ def test_sequences_without_trees_keep_their_bits(way: str, device: str) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("cut", [33, 36, 79, 81, 105])
-def test_a_tree_may_be_run_in_parts(cut: int, device: str) -> None:
+@pytest.mark.parametrize("border", [33, 36, 79, 81, 105])
+def test_a_tree_may_be_run_in_parts(border: int, device: str) -> None:
     """As in micro-batches, which may have a single node."""
     case, tree = case_of("mixed", device=device)
     wanted, done, begun = case.reference(tree=tree)[0], 0, 0
-    for first, end in ((0, cut), (cut, len(case.q))):
+    for first, end in ((0, border), (border, len(case.q))):
         chunks, rows, at = [], [], 0
         for row, (queries, context) in enumerate(case.chunks):
             low, high = max(first, at), min(end, at + queries)

@@ -132,7 +132,7 @@ class _Tail:
     # The tokens at the end of prompts that have the same last characters: without a label, and before each label
     def __init__(self, alone: Ids, context: Ids, each: list[Ids]) -> None:
         self.alone, self.context, self.each = alone, context, each
-        # The text was cut at an arbitrary character, so its first tokens may differ from the prompt's
+        # The text was split at an arbitrary character, so its first tokens may differ from the prompt's
         self._sure = len(alone) // 2
 
     def ends(self, prompt: Ids) -> bool:

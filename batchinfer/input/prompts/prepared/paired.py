@@ -20,7 +20,7 @@ class PairedTexts:
         template: The special tokens around a pair.
         scoring: How the model scores a pair.
         longest: The maximum number of tokens of a pair.
-        truncate: Which side of the query and of the document is cut if the pair is too long, or "error".
+        truncate: Which side of the query and of the document is truncated if the pair is too long, or "error".
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class PairedTexts:
         """
         (document,) = encoded
         if self._truncate != "error":
-            ids, document = self._cut(ids, document)
+            ids, document = self._truncate_pair(ids, document)
         second = self._template.second_segment(ids, document) if self._scoring.typed else 0
         if second not in self._params:  # bounded by the number of positions
             self._params[second] = SamplingParams.logits(self._scoring.pooling, second)
         return self._template.join(ids, document), self._params[second]
 
-    def _cut(self, query: Ids, document: Ids) -> tuple[Ids, Ids]:
+    def _truncate_pair(self, query: Ids, document: Ids) -> tuple[Ids, Ids]:
         if self._room < 2:
             added = self._template.added
             message = f"{added} tokens around a pair leave no room for it; raise model.max_model_len"

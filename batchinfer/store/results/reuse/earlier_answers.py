@@ -72,7 +72,7 @@ class LastResult:
     ) -> Path | None:
         """Write the texts of the last result for the greedy requests of a plan, which use them as drafts.
 
-        Rows are matched by custom_id. Texts are cut to the expected length of the answer.
+        Rows are matched by custom_id. Texts are truncated to the expected length of the answer.
 
         Args:
             plan: The file of the plan. The new file is written next to it.

@@ -70,8 +70,8 @@ ROWS = st.lists(st.sampled_from(["!", "a", "ab", "b", "bcd", "c"]), max_size=12)
 
 @given(ROWS, st.data())
 def test_pieces_join_to_the_whole(rows: list[str], data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
-    bounds = [0, *cuts, len(rows)]
+    borders = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
+    bounds = [0, *borders, len(rows)]
     pieces = [prepared(rows[a:b]) for a, b in pairwise(bounds)]
     assert told(join_rows(pieces)) == told(prepared(rows))
 

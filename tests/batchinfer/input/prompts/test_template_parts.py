@@ -11,7 +11,7 @@ from batchinfer.input.prompts.template_parts import join_parts, template_parts
 LONG = "Say in one sentence of at most twenty words what this is about, in English."
 
 
-def cut(source: str) -> list[str] | None:
+def split(source: str) -> list[str] | None:
     parts = template_parts(source)
     return None if parts is None else [part.source for part in parts]
 
@@ -33,7 +33,7 @@ def cut(source: str) -> list[str] | None:
     ("{{ a }} and so on", ["{{ a }} and so on"]),
 ])  # fmt: skip
 def test_parts(source: str, parts: list[str]) -> None:
-    assert cut(source) == parts
+    assert split(source) == parts
 
 
 @pytest.mark.parametrize("source", [

@@ -69,11 +69,11 @@ def trained(pre: str) -> RustTokenizer:
     """Return a tokenizer as the model's tokenizer.json would define it."""
     rust = RustTokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     patterns = PATTERNS[pre]
-    cuts: list[Any] = [DIGITS] if pre == "smollm" else []
-    cuts += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    cuts += [DIGITS] if pre.startswith("deepseek") else []
-    cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns))
-    rust.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    splitters: list[Any] = [DIGITS] if pre == "smollm" else []
+    splitters += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    splitters += [DIGITS] if pre.startswith("deepseek") else []
+    splitters.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns))
+    rust.pre_tokenizer = pre_tokenizers.Sequence(splitters)
     rust.decoder = decoders.ByteLevel()
     if pre == "qwen2":
         rust.normalizer = normalizers.NFC()
@@ -109,14 +109,14 @@ def test_bytes_are_merged_as_by_the_models_own_tokenizer(tmp_path: Path, pre: st
 
 
 def test_deepseeks_words_are_of_the_letters_that_its_tokenizer_lists(tmp_path: Path) -> None:
-    # Outside the ranges that are always cut: Georgian, Cherokee and others are within those of CJK
+    # Outside the ranges that are always split: Georgian, Cherokee and others are within those of CJK
     listed = "µÀöøƺƼƿǄʓʕʯͰͿΆҊԯԱՖꙀꚀꜢꞇꞋꞎꭰꮿﬀﬗ𐐀𐑏𐒰𐳲𑢠𞥃"
     others = "ƻʔʰͺՠֈꞐꟺꬰꭨ𐕰𖹀𝐀𝟋𝼀東가1_"
     file = write(tmp_path / "x.gguf", tokenizer_keys(Wrapped(trained("gpt-2")), pre="deepseek-llm"))
-    cut = Tokenizer.load(file).rust.pre_tokenizer
+    splitter = Tokenizer.load(file).rust.pre_tokenizer
 
     def parts(text: str) -> int:
-        return len(cut.pre_tokenize_str(text))
+        return len(splitter.pre_tokenize_str(text))
 
     assert [letter for letter in listed if parts(f"é{letter}é") != 1] == []
     assert [letter for letter in others if parts(f"é{letter}é") != 3] == []

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.input.tokenizer.stop_strings import StopStrings, cut_at_stop
+from batchinfer.input.tokenizer.stop_strings import StopStrings, find_text_end
 from tests.batchinfer.store.index.ingest_kit import byte_bpe
 
 BPE = byte_bpe()
@@ -19,7 +19,7 @@ def expected(ids: list[int], stops: list[str], include: bool = False) -> tuple[i
     """Return (tokens, characters) by decoding the whole text at every step."""
     for count in range(1, len(ids) + 1):
         text = BPE.decode(ids[:count], skip_special_tokens=True)
-        keep = cut_at_stop(text, stops)
+        keep = find_text_end(text, stops)
         if keep is not None:
             first = min((stop for stop in stops if text.startswith(stop, keep)), key=len)
             return count, keep + include * len(first)

@@ -15,7 +15,7 @@ from tests.foreign_table import attention_of, attention_on_page
 
 OUTPUT = 7
 LENGTHS = (1, 17, 40)
-BUDGET, BLOCK = 24, 8  # most prompts are cut
+BUDGET, BLOCK = 24, 8  # most prompts are split
 
 
 def scarcities(foreign: Foreign) -> list[Limits]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.ranks.division import Division
 from batchinfer.engine.ranks.shards import check_division
-from batchinfer.models.parallel.shard import ModelShard, ParameterCut, Portion, layer_cuts, table_cut
+from batchinfer.models.parallel.shard import ModelShard, ParameterShard, Portion, shard_layer, shard_table
 from batchinfer.models.parallel.shard_spec import shard_spec, tensor_sizes
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import BIAS, layer_parameters, parameter_count, table_parameters
@@ -91,11 +91,11 @@ def layouts(draw: st.DrawFn) -> tuple[ModelSpec, list[ModelShard]]:
     return spec, places
 
 
-def marked(cut: ParameterCut, shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Return 1 for each value of a parameter that a cut includes."""
+def marked(shard: ParameterShard, shape: tuple[int, ...]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Return 1 for each value of a parameter that a shard includes."""
     found = np.zeros(shape, np.int64)
-    if not cut.elsewhere:
-        spans = [slice(None) if span is None else slice(*span) for span in (cut.outputs, cut.inputs)]
+    if not shard.elsewhere:
+        spans = [slice(None) if span is None else slice(*span) for span in (shard.outputs, shard.inputs)]
         found[tuple(spans[: len(shape)])] = 1
     return found
 
@@ -114,11 +114,11 @@ def test_the_shards_together_are_the_model(layout: tuple[ModelSpec, list[ModelSh
         first = place.layers[0] if place.layers else 0
         for index, layer in enumerate(own.layers):
             whole = spec.layers[first + index]
-            shapes, cuts = layer_parameters(whole), layer_cuts(whole, layer, place)
-            assert cuts.keys() == layer_parameters(layer).keys()
-            for name, cut in cuts.items():
-                mark = marked(cut, shapes[name])
-                if not cut.elsewhere:
+            shapes, shards = layer_parameters(whole), shard_layer(whole, layer, place)
+            assert shards.keys() == layer_parameters(layer).keys()
+            for name, shard in shards.items():
+                mark = marked(shard, shapes[name])
+                if not shard.elsewhere:
                     assert mark.sum() == np.prod(layer_parameters(layer)[name])
                 held[first + index, name] = held.get((first + index, name), 0) + mark
     for index, layer in enumerate(spec.layers):
@@ -136,8 +136,8 @@ def check_tables(spec: ModelSpec, parts: list[ModelSpec]) -> None:
     rows = Counter[tuple[str, int]]()
     for own in parts:
         for name, shape in table_parameters(own).items():
-            cut = table_cut(own, name)
-            first, end = cut.outputs or (0, shape[0])
+            shard = shard_table(own, name)
+            first, end = shard.outputs or (0, shape[0])
             assert end - first == shape[0]
             rows.update((name, row) for row in range(first, end))
     last = [own for own in parts if own.ends]

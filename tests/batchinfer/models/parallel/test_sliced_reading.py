@@ -21,7 +21,7 @@ from batchinfer.models.checkpoint.read_ahead import ReadAhead
 from batchinfer.models.checkpoint.stored_parts import StoredParts, check_parts
 from batchinfer.models.checkpoint.weights import CheckpointWeights, LayerWeights, ReadCount
 from batchinfer.models.formats.mxfp4 import mxfp4_values
-from batchinfer.models.formats.packed_tensor import cut_inputs
+from batchinfer.models.formats.packed_tensor import slice_inputs
 from batchinfer.models.parallel.shard import ModelShard, Portion
 from batchinfer.models.parallel.shard_spec import shard_spec
 from batchinfer.models.spec.parameters import LINES, SCALES, ZEROS, parameter_count
@@ -33,8 +33,8 @@ from tests.published_formats import PUBLISHED, SIZES, make_published
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.data())
-def test_a_cut_keeps_groups_and_words_whole(group: int, held: int, units: int, data: st.DataObject) -> None:
-    """A cut within a group of several inputs, or within a word, is rejected."""
+def test_a_slice_keeps_groups_and_words_whole(group: int, held: int, units: int, data: st.DataObject) -> None:
+    """A slice that ends within a group of several inputs, or within a word, is rejected."""
     count = group * held * units
     first, end = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
     one = units * held == 1
@@ -42,13 +42,13 @@ def test_a_cut_keeps_groups_and_words_whole(group: int, held: int, units: int, d
     divided = any(at % held or (at % group and not one) for at in (first, end))
     if divided and not whole:
         with pytest.raises(CannotSplit):
-            cut_inputs((first, end), count, group, held)
+            slice_inputs((first, end), count, group, held)
         return
-    cut = cut_inputs((first, end), count, group, held)
-    assert cut.group == (end - first if one else group)
-    scales, words = [*range(count // group)][cut.groups], [*range(count // held)][cut.words]
+    sliced = slice_inputs((first, end), count, group, held)
+    assert sliced.group == (end - first if one else group)
+    scales, words = [*range(count // group)][sliced.groups], [*range(count // held)][sliced.words]
     for number, at in enumerate(range(first, end)):
-        assert scales[number // cut.group] == at // group
+        assert scales[number // sliced.group] == at // group
         assert words[number // held] == at // held
 
 

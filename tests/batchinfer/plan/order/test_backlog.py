@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.plan.order.backlog import DIVIDES_AT, Backlog, cut, piece_rows, share_of, tokens_of
+from batchinfer.plan.order.backlog import DIVIDES_AT, Backlog, choose_split, piece_rows, share_of, tokens_of
 
 
 def rows(*groups: tuple[int, int, int]) -> list[Request]:
@@ -35,7 +35,7 @@ def tokens(requests: list[Request]) -> int:
 
 
 @given(groups=GROUPS, wanted=st.integers(0, 70), engines=st.integers(1, 5))
-def test_cuts_lose_no_row_and_are_cheap(
+def test_splits_lose_no_row_and_are_cheap(
     groups: list[tuple[int, int, int]], wanted: int, engines: int
 ) -> None:
     requests, backlog, taken = rows(*groups), Backlog(), []
@@ -58,28 +58,28 @@ def test_cuts_lose_no_row_and_are_cheap(
     assert [request.key for request in taken] == [request.key for request in requests]
 
 
-def test_rows_that_share_nothing_are_cut_off_as_wanted() -> None:
-    assert cut(rows(*[(1, 0, 20)] * 100), 30, 2)[0] == 30
+def test_rows_that_share_nothing_are_split_off_as_wanted() -> None:
+    assert choose_split(rows(*[(1, 0, 20)] * 100), 30, 2)[0] == 30
 
 
 def test_a_group_is_kept_whole() -> None:
-    assert cut(rows((25, 300, 10), (10, 300, 10), (30, 300, 10)), 30, 2)[0] == 35
+    assert choose_split(rows((25, 300, 10), (10, 300, 10), (30, 300, 10)), 30, 2)[0] == 35
 
 
 def test_a_group_inside_a_group_is_kept_whole() -> None:
     """All rows share a prefix. The longer prefix of an inner group is computed once."""
     requests = rows(*[(8, 40, 400)] * 10)
     linked = [Request(r.key, r.prompt, r.params, r.shares_next or 10) for r in requests]
-    assert cut(linked, 30, 2)[0] == 32
+    assert choose_split(linked, 30, 2)[0] == 32
 
 
 def test_a_large_group_is_divided_where_its_prefix_costs_little() -> None:
     requests = rows((128, 512, 80))
-    assert cut(requests, 16, 2) == (16, 512)
-    assert cut(requests, 16, 20) == (64, 0)
+    assert choose_split(requests, 16, 2) == (16, 512)
+    assert choose_split(requests, 16, 20) == (64, 0)
     assert tokens(requests[:64]) >= 512 * DIVIDES_AT
-    assert cut(requests[:40], 16, 2) == (40, 0)
-    assert cut(requests[:40], 16, 2, free_tokens=512) == (16, 512)
+    assert choose_split(requests[:40], 16, 2) == (40, 0)
+    assert choose_split(requests[:40], 16, 2, free_tokens=512) == (16, 512)
 
 
 def test_prefixes_that_engines_already_computed_cost_nothing_again() -> None:

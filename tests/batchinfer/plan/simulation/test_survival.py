@@ -13,7 +13,7 @@ ANSWERS = 20_000
 
 
 @pytest.mark.parametrize("kind", ["geometric", "normal", "two peaks"])
-def test_cut_answers_do_not_make_answers_look_short(kind: str) -> None:
+def test_truncated_answers_do_not_make_answers_look_short(kind: str) -> None:
     """The bounds of some rows do not depend on their lengths. The estimate finds the lengths of unbounded rows.
     Counting a truncated answer as complete would give a third less.
     """
@@ -37,7 +37,7 @@ def test_cut_answers_do_not_make_answers_look_short(kind: str) -> None:
 
 
 def test_beyond_what_was_seen_answers_go_on_ending() -> None:
-    """Nine of ten answers end by 50 tokens, the others were cut at 64. The estimate stays far below 256."""
+    """Nine of ten answers end by 50 tokens, the others were truncated at 64. The estimate stays far below 256."""
     found = SurvivalCurve.of(np.append(np.arange(1, 51).repeat(9), np.full(50, 64)), np.arange(500) >= 450)
     assert found.length(0.95, 64) == 64
     assert 64 < found.length(0.95, 256) < 128
@@ -48,14 +48,14 @@ def test_beyond_what_was_seen_answers_go_on_ending() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=60), st.integers(1, 80))
 def test_lengths_rise_with_the_share_and_stay_within_bounds(seen: list[tuple[int, bool]], most: int) -> None:
-    lengths, cut = np.array([one[0] for one in seen]), np.array([one[1] for one in seen])
-    found = SurvivalCurve.of(lengths, cut)
-    assert (found is None) == cut.all()
+    lengths, truncated = np.array([one[0] for one in seen]), np.array([one[1] for one in seen])
+    found = SurvivalCurve.of(lengths, truncated)
+    assert (found is None) == truncated.all()
     if found is None:
         return
     drawn = [found.length(share, most) for share in np.linspace(0, 1, 23)]
     assert drawn == sorted(drawn)
     assert all(1 <= length <= most for length in drawn)
     assert 0 < found.mean(most) <= most
-    if not cut.any():
+    if not truncated.any():
         assert found.mean(40) == pytest.approx(lengths.mean())

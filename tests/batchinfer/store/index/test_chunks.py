@@ -100,8 +100,8 @@ def read(path: Path, size: ChunkSize | None, text: TextOptions) -> tuple[list[An
     for number, chunk in enumerate(reader.chunks()):
         header, data = chunk.pack()
         sent = pickle.loads(pickle.dumps(header)).unpack(data)
-        cut = chunk.most_rows // 2 if number % 2 else 0
-        found = [*sent.read(0, cut), *sent.read(cut)]
+        border = chunk.most_rows // 2 if number % 2 else 0
+        found = [*sent.read(0, border), *sent.read(border)]
         assert len(found) <= chunk.most_rows
         rows += found
     return rows, reader.sha256
@@ -138,7 +138,7 @@ FILES = {"rows.jsonl": jsonl, "rows.csv": quoted_csv}
 @pytest.mark.parametrize("name", FILES)
 @given(data=st.data())
 @settings(max_examples=examples(25, 60), deadline=None)
-def test_rows_do_not_depend_on_where_a_file_is_cut(name: str, data: st.DataObject) -> None:
+def test_rows_do_not_depend_on_where_a_file_is_split(name: str, data: st.DataObject) -> None:
     content = FILES[name](data.draw)
     cap = data.draw(st.sampled_from([100, 1 << 24]))
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +163,7 @@ def test_csv_rows_do_not_depend_on_chunks(tmp_path: Path) -> None:
             assert read(path, size, text) == whole, (seed, size)
 
 
-def test_a_long_file_is_cut_into_many_chunks(tmp_path: Path) -> None:
+def test_a_long_file_is_split_into_many_chunks(tmp_path: Path) -> None:
     """Without reading most of it, also if quotes span lines, and after a broken record."""
     record = b'1,"two\nlines, and ""quotes"""\n'
     (tmp_path / "x.csv").write_bytes(b"a,b\n" + record * 20_000 + b'3,"x"y\n' + record * 20_000)

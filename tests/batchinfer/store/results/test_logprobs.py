@@ -147,10 +147,10 @@ def test_parts_without_log_probabilities_are_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text_length", "kept"), [(None, 4), (12, 4), (9, 3), (7, 3), (6, 2), (3, 2), (2, 1), (1, 1), (0, 0)]
 )
-def test_a_stop_string_cuts_log_probabilities_with_the_text(
+def test_a_stop_string_truncates_log_probabilities_with_the_text(
     tmp_path: Path, text_length: int | None, kept: int
 ) -> None:
-    """The text is "11 222 33 44". A token may be cut in its middle."""
+    """The text is "11 222 33 44". A token may be split in its middle."""
     row = good_row(0, [1])
     whole = Completion(row["key"], Tokens(np.array([11, 222, 33, 44], np.int32)), "stop")
     completion = with_logprobs(whole, 2, text_length=text_length)

@@ -78,12 +78,12 @@ def test_the_schema_is_the_documented_one_even_without_rows(tmp_path: Path) -> N
     assert (table.num_rows, table.column_names) == (0, RESULT_SCHEMA.names)
 
 
-def test_a_stop_string_cuts_the_text_and_an_error_completion_is_an_error_row(tmp_path: Path) -> None:
+def test_a_stop_string_truncates_the_text_and_an_error_completion_is_an_error_row(tmp_path: Path) -> None:
     rows = [good_row(0, [1]), good_row(1, [2]), good_row(2, [3])]
     keys = keys_in(rows)
-    cut = answer(keys[0], 4)
-    cut = Completion(cut.key, Tokens(cut.tokens.token_ids, text_length=2), "stop")
-    published(tmp_path, write_index(tmp_path / "x", rows), [cut, failure(keys[1]), answer(keys[2], 0)])
+    truncated = answer(keys[0], 4)
+    truncated = Completion(truncated.key, Tokens(truncated.tokens.token_ids, text_length=2), "stop")
+    published(tmp_path, write_index(tmp_path / "x", rows), [truncated, failure(keys[1]), answer(keys[2], 0)])
     first, second, third = rows_in(tmp_path / "res")
     assert len(first["generated_text"]) == 2
     assert first["completion_tokens"] == 4

@@ -87,8 +87,8 @@ def cases(draw: st.DrawFn) -> Case:
     others = [key_of([number], 8) for number in range(100, 103)]
     stored = [*keys, *draw(st.lists(st.sampled_from([*keys, *others]), max_size=12))]
     completions = [draw(kinds)(key) for key in draw(st.permutations(stored))]
-    cuts = sorted(draw(st.lists(st.integers(0, len(completions)), max_size=4)))
-    parts = [completions[a:b] for a, b in zip([0, *cuts], [*cuts, len(completions)], strict=True)]
+    borders = sorted(draw(st.lists(st.integers(0, len(completions)), max_size=4)))
+    parts = [completions[a:b] for a, b in zip([0, *borders], [*borders, len(completions)], strict=True)]
     return Case(work, parts, draw(st.integers(1, 15)), draw(st.integers(1, 15)))
 
 

@@ -332,7 +332,7 @@ def test_messages_to_functions(
     assert (split.text, split.reasoning, found) == (*told_as[:2], [Call(*one) for one in told_as[2]])
 
 
-def test_a_stop_string_cuts_the_text_with_its_tokens() -> None:
+def test_a_stop_string_truncates_the_text_with_its_tokens() -> None:
     """The store counts characters without special tokens."""
     name, call = "mistral-v3", '[TOOL_CALLS] [{"name": "f", "arguments": {}}]'
     text = f"Well {call} STOP"

@@ -193,12 +193,12 @@ def test_timing_ends_when_its_time_is_over(both, speeds, seconds, rounds):
 def test_steps_are_of_the_job_s_sizes():
     ops, sizes = TritonOps(SHAPE), PromptSizes(tokens=40, longest=24, block_size=BLOCK)
     longer = PromptSizes(tokens=16, longest=70, block_size=BLOCK)
-    whole, eighth, cut = (
+    whole, eighth, split = (
         Trial.timed(ops, of, part, DEVICE).inputs for of, part in ((sizes, 1), (sizes, 8), (longer, 1))
     )
     assert (whole.query_lens, whole.context_lens) == ([24], [24])
     assert (eighth.query_lens, eighth.context_lens) == ([3] * 13, [3] * 13)
-    assert (cut.query_lens, cut.context_lens) == ([16], [70])
+    assert (split.query_lens, split.context_lens) == ([16], [70])
     few, most = (Trial.short(ops, sizes, count, DEVICE).inputs for count in (1, 257))
     assert (few.query_lens, most.query_lens) == ([2], [2] * 20)
 

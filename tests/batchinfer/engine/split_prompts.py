@@ -1,4 +1,4 @@
-"""Ways to cut prompts into steps. None may change an answer."""
+"""Ways to split prompts into steps. None may change an answer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.batchinfer.engine.small_engine import (
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A way to cut prompts.
+class PromptSplit:
+    """A way to split prompts.
 
     Attributes:
         most: tokens per micro-batch, with look-ahead.
@@ -55,12 +55,12 @@ class Cut:
 
 
 @st.composite
-def cuts(draw: Any, caching: st.SearchStrategy[bool] = st.booleans()) -> Cut:  # noqa: B008 - it is never changed
+def prompt_splits(draw: Any, caching: st.SearchStrategy[bool] = st.booleans()) -> PromptSplit:  # noqa: B008 - it is never changed
     windows = draw(st.booleans())
     blocks = draw(st.integers(30, 60)) * (3 if windows else 1)
     budget, seqs = draw(st.sampled_from([1, 5, 16, 64])), draw(st.integers(1, 5))
     limits = Limits(budget, seqs, draw(caching), blocks, 4, draw(st.booleans()))
-    return Cut(limits, draw(st.booleans()), draw(st.sampled_from([None, 3])), windows)
+    return PromptSplit(limits, draw(st.booleans()), draw(st.sampled_from([None, 3])), windows)
 
 
 class PreemptingOnce(Scheduler):
