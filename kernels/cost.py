@@ -397,7 +397,7 @@ def weight_only_linear_cost(
     return Cost(products + (2 + zeros) * values, moved + packed // 2 + grouped)
 
 
-# Share of the peak that a product with many rows reaches if it widens its weight in registers. From published figures
+# Share of the peak that a product with many rows reaches if it widens its weight in registers. From published numbers
 # (Frantar et al., 2024, "Marlin", compared with cuBLAS); not measured here
 REGISTERS_SHARE = 0.5
 # Buffer for widened values of a weight. Small enough that most of it stays in the L2 cache of large GPUs (at least

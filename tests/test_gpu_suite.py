@@ -118,11 +118,11 @@ def test_models_run_in_a_rehearsal() -> None:
     jobs, _ = rehearse("small-steady")
     assert jobs.facts["operators"] == "triton"
     pieces, operators = rehearse("small-launching")
-    assert pieces.figures["piecewise_graph_steps"] > 0 < operators.figures["eager_steps"]
-    assert pieces.figures["piecewise_graph_assumed_layer_s"] > 0
-    assert "piecewise_graph_steps" not in operators.figures
+    assert pieces.metrics["piecewise_graph_steps"] > 0 < operators.metrics["eager_steps"]
+    assert pieces.metrics["piecewise_graph_assumed_layer_s"] > 0
+    assert "piecewise_graph_steps" not in operators.metrics
     (ten,) = rehearse("small-profile")
-    assert 0 <= ten.figures["idle_share"] < 1
+    assert 0 <= ten.metrics["idle_share"] < 1
     for name, tokens in {"model": [2, 9], "model-fp8": [1, 5]}.items():
         assert [result.tokens for result in rehearse(name)] == tokens
     (turns,) = rehearse("against")
@@ -289,7 +289,7 @@ def test_tiles_that_do_not_fit_a_gpu_are_reported(monkeypatch: pytest.MonkeyPatc
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     monkeypatch.setattr(tiles, "measured", refused)
-    assert {measure().figures["tiles"] for _, measure in tiles.parts(section())} == {"do not fit"}
+    assert {measure().metrics["tiles"] for _, measure in tiles.parts(section())} == {"do not fit"}
 
 
 def test_idle_time_is_the_time_without_work() -> None:

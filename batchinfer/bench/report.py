@@ -10,8 +10,8 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import Any
 
-from batchinfer.bench.figures import decode_step_seconds, medians, operator_seconds, run_figures
 from batchinfer.bench.ideal import Ideal
+from batchinfer.bench.metrics import decode_step_seconds, medians, operator_seconds, run_metrics
 from batchinfer.bench.options import BenchOptions
 from batchinfer.bench.peer import PeerRun
 from batchinfer.bench.runs import Run
@@ -62,17 +62,17 @@ class WorkloadResult:
     forecast_s: float | None = None
 
     def to_json(self, cost: ModelCost, peaks: Peaks, peer: str | None) -> dict[str, Any]:
-        """Return the figures of the workload as JSON: medians over the runs, in seconds, tokens and fractions.
+        """Return the metrics of the workload as JSON: medians over the runs, in seconds, tokens and fractions.
 
         Args:
             cost: The costs of the model's operators.
             peaks: The peak rates of the device.
             peer: Name of the engine that is compared, or None.
         """
-        figures = medians([run_figures(run, self.ideal, cost, peaks) for run in self.series.ours])
+        metrics = medians([run_metrics(run, self.ideal, cost, peaks) for run in self.series.ours])
         walls = [run.wall_s for run in self.series.ours]
         tokens = self.workload.prompt_tokens + self.workload.output_tokens
-        wall = figures.pop("wall_s")
+        wall = metrics.pop("wall_s")
         result: dict[str, Any] = {
             "workload": self.workload.name,
             "rows": len(self.workload.rows),
@@ -82,7 +82,7 @@ class WorkloadResult:
             "wall_s": _times(walls),
             "output_tokens_per_s": self.workload.output_tokens / wall,
             "tokens_per_s": tokens / wall,
-            **figures,
+            **metrics,
             "prompt_tokens_optimum": self.ideal.prefill_tokens,
             "decode_tokens_optimum": self.ideal.decode_tokens,
             "operators_s": self._operators(cost, peaks),

@@ -1,6 +1,6 @@
-"""Figures from NVIDIA's datasheets for well-known GPUs, without sparsity.
+"""Peaks from NVIDIA's datasheets for well-known GPUs, without sparsity.
 
-Names are as printed by `nvidia-smi --query-gpu=name`. Other GPUs are unknown; their figures are not guessed. float32 is
+Names are as printed by `nvidia-smi --query-gpu=name`. Other GPUs are unknown; their peaks are not guessed. float32 is
 the rate without tensor cores, as PyTorch does not use TF32 by default.
 """
 
@@ -15,7 +15,7 @@ _T = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Datasheet:
-    """The vendor's figures of a GPU.
+    """The vendor's peaks of a GPU.
 
     Args:
         peak_flops: FLOP/s by dtype, including "int8" and "fp8".
@@ -72,14 +72,14 @@ _DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
         "NVIDIA H100 PCIe": _gpu(756, 51.2, 1513, 2.0, 80, fp8=True),  # H100 whitepaper, table 2, PCIe
         "NVIDIA H100 NVL": _gpu(
             835.5, 60, 1671, 3.9, 94, fp8=True
-        ),  # H100 NVL datasheet, half of the sparse figure
+        ),  # H100 NVL datasheet, half of the sparse peak
         "NVIDIA H200": _gpu(
             989.4, 66.9, 1978.9, 4.8, 141, fp8=True
-        ),  # H200 datasheet, SXM, half of the sparse figure
+        ),  # H200 datasheet, SXM, half of the sparse peak
         "NVIDIA H200 NVL": _gpu(
             835.5, 60, 1671, 4.8, 141, fp8=True
-        ),  # H200 datasheet, NVL, half of the sparse figure
-        "NVIDIA L4": _gpu(121, 30.3, 242.5, 0.300, 24, fp8=True),  # L4 datasheet, half of the sparse figure
+        ),  # H200 datasheet, NVL, half of the sparse peak
+        "NVIDIA L4": _gpu(121, 30.3, 242.5, 0.300, 24, fp8=True),  # L4 datasheet, half of the sparse peak
         "NVIDIA L40": _gpu(181.05, 90.5, 362, 0.864, 48, fp8=True),  # L40 datasheet
         "NVIDIA L40S": _gpu(362.05, 91.6, 733, 0.864, 48, fp8=True),  # L40S datasheet
     }

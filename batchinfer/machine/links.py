@@ -41,8 +41,8 @@ class DeviceLink:
         return (ranks - 1) * self.send_s(size)
 
 
-# Half of the vendors' figures, which add up both directions. Latencies are assumptions from NCCL's small messages: an
-# all-reduce among 8 GPUs over NVLink (14 sequential messages) takes 20 to 30 µs
+# Half of the vendors' bandwidths, which add up both directions. Latencies are assumptions from NCCL's small messages:
+# an all-reduce among 8 GPUs over NVLink (14 sequential messages) takes 20 to 30 µs
 _NVLINK_2 = DeviceLink("NVLink at 150 GB/s", 150 * _G, 2e-6)
 _NVLINK_3 = DeviceLink("NVLink at 300 GB/s", 300 * _G, 2e-6)
 _NVLINK_4 = DeviceLink("NVLink at 450 GB/s", 450 * _G, 2e-6)

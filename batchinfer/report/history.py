@@ -25,7 +25,7 @@ _TERA = 1e12
 
 @dataclass(frozen=True, slots=True)
 class PastRun:
-    """A run of a job, with figures that are compared between runs: a row of the table `history`.
+    """A run of a job, with numbers that are compared between runs: a row of the table `history`.
 
     None means unknown, or that the run computed nothing. Fields have the same meaning as the columns of the
     run table with the same name. `tokens` counts computed prompt tokens and output tokens, and
@@ -298,7 +298,7 @@ def _with_columns(table: Sequence[tuple[str, ...]], more: Sequence[tuple[str, ..
 
 
 def _align(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    # The first two cells are texts, and all others are figures
+    # The first two cells are texts, and all others are numbers
     for at, (cell, width) in enumerate(zip(cells, widths, strict=True)):
         yield cell.ljust(width) if at < 2 else cell.rjust(width)
 

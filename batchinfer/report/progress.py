@@ -502,13 +502,13 @@ def bar_of(work: _Work, now: float, columns: int, ascii_only: bool) -> str:
     """
     if work.phase in UNCOUNTED:
         return f"{work.phase} …"[:columns]
-    figures = " · ".join([_amount(work), *_details(work, now)])
+    details = " · ".join([_amount(work), *_details(work, now)])
     if work.share is None:
-        return f"{work.phase} {figures}"[:columns]
+        return f"{work.phase} {details}"[:columns]
     # only its static method is used: an instance would start a thread and create a lock between processes
     from tqdm.std import tqdm
 
-    line = f"{work.phase} {_percent(work.share):>4}|{{bar}}| {figures}"
+    line = f"{work.phase} {_percent(work.share):>4}|{{bar}}| {details}"
     return str(tqdm.format_meter(work.share, 1, 0, ncols=columns, ascii=ascii_only, bar_format=line))
 
 

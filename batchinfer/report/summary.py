@@ -237,7 +237,7 @@ def launch_text(row: Row, prefix: str = "") -> str | None:
 
 
 def _guided(row: Row) -> str:
-    """Return text with the figures of constraints."""
+    """Return text with the counts and times of constraints."""
     if not row["constrained_requests"]:
         return ""
     constrained, steered, forced = row["constrained_requests"], row["steered_requests"], row["forced_tokens"]

@@ -216,7 +216,7 @@ def test_labels_are_measured_with_their_probabilities(
     assert again.row["brier_score"] == pytest.approx(((1 - every) ** 2).mean())
     head, *nights = cli_of(NO_ENGINE)("history", again.results).out.splitlines()
     assert head.endswith("calibration error  Brier score")
-    figures = [
+    counts = [
         [f"{night.row[name]:.3f}" for name in ("calibration_error", "brier_score")] for night in (done, again)
     ]
-    assert [line.split()[-2:] for line in nights[:2]] == figures
+    assert [line.split()[-2:] for line in nights[:2]] == counts

@@ -68,7 +68,7 @@ class Divide:
 
 class RatioKind(OutputKind):
     name, version, output, answer = "ratio", 3, Ratio, "ratio"
-    figures: ClassVar[dict[str, str]] = {}
+    aggregates: ClassVar[dict[str, str]] = {}
     stored = pa.schema([FIELD])
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Divide:

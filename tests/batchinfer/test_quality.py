@@ -1,7 +1,7 @@
 """Measures the accuracy of int8 and of quantised KV caches on the quickstart's model: divergence, and right
 answers.
 
-`pytest -s -m slow tests/batchinfer/test_quality.py` prints the figures of docs/measurements/quantisation.md.
+`pytest -s -m slow tests/batchinfer/test_quality.py` prints the numbers of docs/measurements/quantisation.md.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def divergence(of: Tensor, against: Tensor) -> Tensor:
 
 
 def told(what: str, of: Tensor, against: Tensor, rows: int) -> Tensor:
-    """Return KL(of ‖ against), and print the figures of docs/measurements/quantisation.md."""
+    """Return KL(of ‖ against), and print the numbers of docs/measurements/quantisation.md."""
     off, same = divergence(of, against), of.argmax(-1).eq(against.argmax(-1)).double().mean()
     found = f"mean {off.mean():.2e}, 99th percentile {off.quantile(0.99):.2e}, largest {off.max():.2e} nats"
     print(f"KL({what}) over {len(off)} positions of {rows} rows: {found}; most likely token: {same:.3%}")

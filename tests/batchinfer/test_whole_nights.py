@@ -37,7 +37,7 @@ FIELDS: dict[str, Any] = {
     "commit": {"rows": 8, "seconds": 60.0},
 }
 # Columns of the report that do not depend on the store or on reused rows
-FIGURES = ("rows", "rows_ok", "rows_error", "distinct_requests", "duplicate_rows")
+COMPARED = ("rows", "rows_ok", "rows_error", "distinct_requests", "duplicate_rows")
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ class Nights:
         shutil.move(self.folder / "aside", self.folder / "out")
         assert found == fresh
         if report["distinct_requests"] is not None:  # else all was published already
-            assert [report[name] for name in FIGURES] == [alone[name] for name in FIGURES]
+            assert [report[name] for name in COMPARED] == [alone[name] for name in COMPARED]
 
     def published(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted((self.folder / "out/res").iterdir())}

@@ -91,17 +91,17 @@ def _measured(section: BenchSection, name: str, in_pieces: bool) -> Result:
     if not steady_steps:
         raise WrongResult("no step was left once rows had begun to end")
     layers = loaded_model(section).runner.cost.layers
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for mode in LAUNCH_MODES:
-        figures |= _way(mode, [step for step in steady_steps if step[0].launch == mode], layers)
+        metrics |= _way(mode, [step for step in steady_steps if step[0].launch == mode], layers)
     for which, admitting in (("admitting", True), ("others", False)):
         own = [host for _, host in steady_steps if (host.admitted > 0) == admitting]
-        figures |= _admission(which, own)
+        metrics |= _admission(which, own)
     modes = steady.launched(step for step, _ in steady_steps)
     shares = {mode: share for mode, share in modes.items() if share}
     launched = ", ".join(mode.removesuffix("_share") for mode in shares)
     facts = {"steps": len(steady_steps), "launched": launched}
-    return Result(f"host, {name}, {name_of(section)}", facts, figures=figures | shares)
+    return Result(f"host, {name}, {name_of(section)}", facts, metrics=metrics | shares)
 
 
 def _stepped(section: BenchSection, in_pieces: bool) -> list[Stepped]:

@@ -92,7 +92,7 @@ def memory(section: BenchSection) -> Result:
     """
     loaded, left = _loaded(section.rehearsal, _of(section), peaks(section)), _free(section.rehearsal)
     info = loaded.model.info
-    figures = {
+    metrics = {
         "weight_bytes": info.weight_bytes,
         "cache_bytes": info.kv_bytes,
         "loaded_free_bytes": loaded.free,
@@ -100,7 +100,7 @@ def memory(section: BenchSection) -> Result:
         "taken_bytes": loaded.free - left,
         "left_bytes": left,
     }
-    return Result(f"memory, {model_name(section)}", figures=figures)
+    return Result(f"memory, {model_name(section)}", metrics=metrics)
 
 
 def _of(section: BenchSection) -> BenchModel:

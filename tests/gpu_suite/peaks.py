@@ -46,7 +46,7 @@ def parts(section: BenchSection) -> list[Part]:
 def _measured(section: BenchSection, name: str, make: Callable[[], Call], work: int) -> Result:
     """Measure the FLOPs or bytes per second of a call. The maximum counts: other users only slow the machine down."""
     seconds = the_clock(section.device).times({name: make()})[name].min_s
-    return Result(f"peak of {name}", figures={name: work / seconds})
+    return Result(f"peak of {name}", metrics={name: work / seconds})
 
 
 def float_product(device: torch.device, size: int, dtype: torch.dtype) -> Call:

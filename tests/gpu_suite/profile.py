@@ -53,12 +53,12 @@ def _profiled(section: BenchSection) -> Result:
     if len(samples) < wanted:
         raise WrongResult(f"{len(samples)} steps were left, not {wanted}")
     durations = {"profiled_step_s": samples, "plain_step_s": before}
-    figures: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         name: statistics.median(step.duration_s for step in steps) for name, steps in durations.items()
     }
     tokens = {name: [getattr(step, name) for step in samples] for name in ("decode_tokens", "prefill_tokens")}
-    figures |= summary(_device_work(seen, kind))
-    return Result(f"{wanted} steady steps, {name_of(section)}", figures=figures, details=tokens)
+    metrics |= summary(_device_work(seen, kind))
+    return Result(f"{wanted} steady steps, {name_of(section)}", metrics=metrics, details=tokens)
 
 
 def _reach(engine: Engine, ended: int) -> None:

@@ -94,17 +94,17 @@ def _measured(section: BenchSection, workload: Workload, waiting: int) -> Result
 
 
 def told(section: BenchSection, workload: Workload, series: Series, peer: str | None = None) -> Result:
-    """Return the result with the figures of `batchinfer bench`, all of them in its details."""
+    """Return the result with the metrics of `batchinfer bench`, all of them in its details."""
     loaded = loaded_model(section)
     whole = WorkloadResult(workload, ideal_job(workload.rows, loaded.runner.layout.windows), series)
     details = whole.to_json(loaded.runner.cost, peaks(section), peer)
-    figures = {"wall_s": details["wall_s"]["median"], **{name: details[name] for name in SHOWN}}
-    figures |= launched(series.ours[-1].steps)
+    metrics = {"wall_s": details["wall_s"]["median"], **{name: details[name] for name in SHOWN}}
+    metrics |= launched(series.ours[-1].steps)
     if peer is not None:
-        figures[f"times as fast as {peer}"] = 1 / details["against"]["relative"]
+        metrics[f"times as fast as {peer}"] = 1 / details["against"]["relative"]
     name = f"{workload.name}, {len(workload.rows)} rows, {mean_output(workload.rows):.0f} out, {name_of(section)}"
     facts = {"operators": loaded.info.ops, "steps": len(series.ours[0].steps)}
-    return Result(name, facts, figures=figures, details=details)
+    return Result(name, facts, metrics=metrics, details=details)
 
 
 def launched(steps: Iterable[StepSample]) -> dict[str, float]:

@@ -90,7 +90,7 @@ def _measured(
     try:
         found = measured(section, tried)
     except OutOfResources:
-        found = replace(described(tried), figures={"tiles": "do not fit"})
+        found = replace(described(tried), metrics={"tiles": "do not fit"})
     facts = {**found.facts, "chosen": "these" if chosen == tiles else str(astuple(chosen))}
     return replace(found, facts=facts)
 

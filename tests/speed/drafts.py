@@ -32,7 +32,7 @@ from batchinfer_kernels.cost import Peaks
 from tests.model_costs import llama_cost
 from tests.speed.draft_bounds import best_gain, step_seconds
 from tests.suite.section import BenchSection, Part, Result
-from tests.suite.turns import Figures, compared
+from tests.suite.turns import Metrics, compared
 
 SIZES = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
 TEXT, TOKENS = 300, 8000  # length of a prompt and of its answer; size of the vocabulary in use
@@ -59,7 +59,7 @@ def loaded(folder: Path, dtype: str, rows: int) -> tuple[LoadedModel, Peaks]:
     return load_weights(load).model(engine), peaks
 
 
-def decoded(engine: Engine, requests: Iterable[Request]) -> Figures:
+def decoded(engine: Engine, requests: Iterable[Request]) -> Metrics:
     """Return seconds and number of decode steps, verified and accepted drafts, and seconds of draft sources."""
     engine.add(list(requests))
     found = {"decode_s": 0.0, "steps": 0, "drafted": 0, "right": 0, "proposing_s": 0.0}
@@ -128,7 +128,7 @@ def _copying(section: BenchSection, rows: int) -> list[Result]:
     given = section.given
     plain, peaks = loaded(section.place, given.dtype, max(given.rows))
 
-    def run(drafts: Any, seed: int) -> Figures:
+    def run(drafts: Any, seed: int) -> Metrics:
         before, known = scripted(rows, given.edited, seed + 1000)
         requests, answers = scripted(rows, given.edited, seed)
         runner: Any = Scripted(plain.runner, known | answers)

@@ -212,4 +212,4 @@ def _ingested(section: BenchSection, form: str, kind: str, workers: int) -> Resu
     alone = _alone_s(section.place, given.vocab, min(given.rows, 50_000), given.characters)
     found = measure(section.place, given.rows, given.characters, form, kind, workers, not given.bare)
     shares = {"tokenizer_share": alone * found["rows_per_cpu_second"], "tokenizer_alone_s": alone}
-    return Result(f"{form}, {kind}, {workers} workers", figures=found | shares)
+    return Result(f"{form}, {kind}, {workers} workers", metrics=found | shares)

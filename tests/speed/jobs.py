@@ -22,7 +22,7 @@ import psutil
 from tests.speed.processes import command_of
 from tests.suite.run import ROOT
 from tests.suite.section import BenchSection, Part, Result
-from tests.suite.turns import Figures
+from tests.suite.turns import Metrics
 
 MODEL = ROOT / "jobs" / "quickstart" / "model"
 PHASES = "startup_s, ingest_s, plan_s, load_s, engine_s, publish_s, close_s, other_s, wall_s"
@@ -108,8 +108,8 @@ def _whole(section: BenchSection, rows: int) -> Result:
     if running.returncode:
         raise subprocess.CalledProcessError(running.returncode, command)
     after, report = os.times(), max((folder / "res-report").glob("run-*.parquet"), key=os.path.getmtime)
-    found: Figures = duckdb.sql(f"SELECT {PHASES} FROM '{report}'").to_arrow_table().to_pylist()[0]
+    found: Metrics = duckdb.sql(f"SELECT {PHASES} FROM '{report}'").to_arrow_table().to_pylist()[0]
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
     shutil.rmtree(folder)
     sizes = {"peak_bytes": max(most.values(), default=0), "phase_bytes": most}
-    return Result(f"{rows} rows", figures={**found, "cpu_s": cpu, **sizes})
+    return Result(f"{rows} rows", metrics={**found, "cpu_s": cpu, **sizes})

@@ -216,8 +216,8 @@ def _layers(section: BenchSection, rows: int) -> list[Result]:
     ours, *others = rounds
     for folder in others:
         facts = {"rounds": len(rounds[ours]), "results": differing[folder]}
-        figures = _ratios(rounds[ours], rounds[folder])
-        results.append(Result(f"{rows} rows, ours ÷ {folder}", facts, figures=figures))
+        metrics = _ratios(rounds[ours], rounds[folder])
+        results.append(Result(f"{rows} rows, ours ÷ {folder}", facts, metrics=metrics))
     return results
 
 
@@ -311,5 +311,5 @@ def _times(name: str, model: Model, rows: int, found: list[Clocks], reached: Pea
         for operator, seconds in took.items()
     }
     whole = {"layer_s": sum(took.values()), "working_s": sum(least.values())}
-    figures = {**whole, "of_its_bound": whole["layer_s"] / sum(bound.values()), **texts}
-    return Result(name, figures=figures, details={"took_s": took, "working_s": least, "bound_s": bound})
+    metrics = {**whole, "of_its_bound": whole["layer_s"] / sum(bound.values()), **texts}
+    return Result(name, metrics=metrics, details={"took_s": took, "working_s": least, "bound_s": bound})

@@ -25,7 +25,7 @@ from batchinfer.models.spec.model_cost import loaded_bytes
 from tests.speed.processes import Growth, command_of
 from tests.suite.run import ROOT
 from tests.suite.section import BenchSection, Part, Result
-from tests.suite.turns import Figures, compared
+from tests.suite.turns import Metrics, compared
 
 KINDS = ("none", "int8", "int4")
 ON_CPUS = ("stored-int8", "stored-int4", "stored-mxfp4")  # with operators for weights as they are stored
@@ -184,7 +184,7 @@ def _loads(section: BenchSection, shards: int, pages: str) -> list[Result]:
     files = make(given.model, folder, shards)
     size = sum(path.stat().st_size for path in files)
 
-    def pair(kind: str, _: int) -> Figures:
+    def pair(kind: str, _: int) -> Metrics:
         prepare(files, cold)
         dd_s = read_by_dd(files)
         load_s, most = load(folder, kind, files, cold)
@@ -219,7 +219,7 @@ def _memory(section: BenchSection, name: str) -> list[Result]:
         loaded = loaded_bytes(held.spec, held.parameters, 2)
         took, most = load(folder, kind, files, cold=False)
         bytes_of = {"files_bytes": sum(sizes), "loaded_bytes": loaded, "peak_bytes": most}
-        figures = {"load_s": took, **bytes_of, "times_held": most / (loaded + max(sizes))}
-        found.append(Result(f"{name}, {kind}", figures=figures))
+        metrics = {"load_s": took, **bytes_of, "times_held": most / (loaded + max(sizes))}
+        found.append(Result(f"{name}, {kind}", metrics=metrics))
     shutil.rmtree(folder)
     return found

@@ -21,7 +21,7 @@ from tests.speed.jobs import own_bytes, phase_of, run, write_job
 from tests.speed.processes import command_of
 from tests.suite.run import ROOT
 from tests.suite.section import BenchSection, Part, Result
-from tests.suite.turns import Figures, compared
+from tests.suite.turns import Metrics, compared
 
 QUICKSTART = ROOT / "jobs" / "quickstart" / "job.yaml"
 SAMPLE_S = 0.5
@@ -40,7 +40,7 @@ def parts(section: BenchSection) -> list[Part]:
 
 
 def _compared(
-    section: BenchSection, name: str, measured: Callable[[Sequence[str], int], Figures]
+    section: BenchSection, name: str, measured: Callable[[Sequence[str], int], Metrics]
 ) -> list[Result]:
     """Compare two engines on a cluster with two processes."""
     with cluster() as found:
@@ -52,7 +52,7 @@ def _compared(
         return compared(name, calls, section.given.rounds, "engine_s")
 
 
-def _quickstart(place: Path, options: Sequence[str], number: int) -> Figures:
+def _quickstart(place: Path, options: Sequence[str], number: int) -> Metrics:
     """Return the engine time of the quickstart."""
     folder = place / "quickstart"
     shutil.rmtree(folder, ignore_errors=True)
@@ -61,7 +61,7 @@ def _quickstart(place: Path, options: Sequence[str], number: int) -> Figures:
     return _reported(folder / "res-report", "engine_s, wall_s")
 
 
-def _fast(place: Path, rows: int, options: Sequence[str], number: int) -> Figures:
+def _fast(place: Path, rows: int, options: Sequence[str], number: int) -> Metrics:
     """Return the driver's CPU time, and the growth of memory in the engine phase."""
     folder = place / str(rows)
     shutil.rmtree(folder, ignore_errors=True)
@@ -75,9 +75,9 @@ def _fast(place: Path, rows: int, options: Sequence[str], number: int) -> Figure
         time.sleep(SAMPLE_S)
     if running.returncode:
         raise subprocess.CalledProcessError(running.returncode, command)
-    figures = _reported(folder / "res-report", "engine_s, wall_s")
+    metrics = _reported(folder / "res-report", "engine_s, wall_s")
     cpu_s = float((folder / "cpu_s").read_text())
-    return figures | {"driver_cpu_s": cpu_s, "driver_cpu_per_row_s": cpu_s / rows} | sizes.growth
+    return metrics | {"driver_cpu_s": cpu_s, "driver_cpu_per_row_s": cpu_s / rows} | sizes.growth
 
 
 class Sizes:
@@ -111,8 +111,8 @@ def _last(sizes: Sequence[int]) -> int:
     return int(median(sizes[-max(1, len(sizes) // 4) :]))
 
 
-def _reported(folder: Path, columns: str) -> Figures:
+def _reported(folder: Path, columns: str) -> Metrics:
     """Return columns of a run's report."""
     report = max(folder.glob("run-*.parquet"), key=os.path.getmtime)
-    found: Figures = duckdb.sql(f"SELECT {columns} FROM '{report}'").to_arrow_table().to_pylist()[0]
+    found: Metrics = duckdb.sql(f"SELECT {columns} FROM '{report}'").to_arrow_table().to_pylist()[0]
     return found

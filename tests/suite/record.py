@@ -47,7 +47,7 @@ def peaks_of(record: dict[str, Any]) -> dict[str, float]:
     best: dict[str, float] = {}
     for section in record["sections"]:
         for result in section["results"] if section["name"].startswith("peaks") else ():
-            for name, value in result["figures"].items():
+            for name, value in result["metrics"].items():
                 best[name] = max(value, best.get(name, 0.0))
     return best
 

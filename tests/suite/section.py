@@ -88,8 +88,8 @@ class Result:
 
     Attributes:
         times: our time first, then the times of others for equal work.
-        figures: numbers by name; the suffix is the unit (`_s`, `_share`, `_bytes`, `_per_s`).
-        targets: goals of `share`, of a figure, or of the times relative to another one.
+        metrics: numbers by name; the suffix is the unit (`_s`, `_share`, `_bytes`, `_per_s`).
+        targets: goals of `share`, of a metric, or of the times relative to another one.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Result:
     dtype: str = "bfloat16"  # the dtype whose peak bounds the FLOPs
     codes_dtype: str = "int8"  # the dtype whose peak bounds operations on quantised values
     tokens: int | None = None
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     targets: Mapping[str, float] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)  # only for the record
 

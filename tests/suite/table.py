@@ -41,24 +41,24 @@ def _peak(name: str, value: float, stated: float | None) -> str:
 
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
-    """Yield the result's line, and one for each figure that is a nested table."""
-    facts, figures = result["facts"], result.get("figures", {})
-    is_timed = "figures" in result
+    """Yield the result's line, and one for each metric that is a nested table."""
+    facts, metrics = result["facts"], result.get("metrics", {})
+    is_timed = "metrics" in result
     kinds = (int, str) if is_timed else (int, float, str)
     told = [named(name, value) for name, value in facts.items() if isinstance(value, kinds)]
     told += _shares(result) if is_timed else []
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if isinstance(value, int | float | str):
             told.append(named(name, value) + _aim(result["targets"].get(name)))
     told += [f"beside {' and '.join(result['beside'])}"] if result.get("beside") else []
     yield f"{result['name']:<{WIDTH}} {', '.join(told) or 'ran'}"
-    for name, values in figures.items():
+    for name, values in metrics.items():
         if isinstance(values, Mapping):
             yield from (f"  {named(name, value)}: {key[:WIDTH]}" for key, value in values.items())
 
 
 def _shares(result: dict[str, Any]) -> Iterator[str]:
-    """Yield the figures that follow from a result's times."""
+    """Yield the metrics that follow from a result's times."""
     if not result["times"]:
         return
     found, targets = result["shares"], result["targets"]
@@ -80,7 +80,7 @@ def _aim(target: float | None) -> str:
 
 
 def named(name: str, value: float | str) -> str:
-    """Return a figure with the unit of its name: `launch_layer_s` is a time."""
+    """Return a metric with the unit of its name: `launch_layer_s` is a time."""
     what, _, unit = name.rpartition("_")
     spoken = what.replace("_", " ")
     if isinstance(value, str):

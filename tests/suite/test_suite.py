@@ -116,7 +116,7 @@ def test_calls_are_compared_by_medians_of_turns() -> None:
 
     first, other = compared("8 rows", {way: partial(run, way) for way in took}, 3, "wall_s", bound=2.5)
     assert order == [(way, number) for number in range(3) for way in took]
-    assert other.figures == {"wall_s": 2.0, "steps": 1, "bound": 2.5}
+    assert other.metrics == {"wall_s": 2.0, "steps": 1, "bound": 2.5}
     assert (first.name, other.name) == ("8 rows, without", "8 rows, with")
     assert shares_of(other)["times_as_fast"] == {"without": 2.0}
     assert first.times == {"without": Times(4.0, 2.0, 3, 0.0)}
@@ -163,7 +163,7 @@ def test_unused_time_goes_to_later_sections() -> None:
     assert [found.limit_s(number) for number in (0, 1)] == pytest.approx([60, 240], abs=1)
 
 
-# ---- figures
+# ---- metrics
 
 TIMES = Times(2e-3, 1e-3, 5, 1e-5)
 PEAKS = {"bfloat16": 1e13, "int8": 2e13, "float8_e4m3fn": 4e13, "bytes_per_s": 9e11}
@@ -226,19 +226,19 @@ def test_what_no_peak_is_known_of_has_no_share() -> None:
 
 
 def test_the_better_peaks_count() -> None:
-    told = [Result("p", figures=found) for found in ({"int8": 1.0, "bfloat16": 5.0}, {"int8": 2.0}, {})]
+    told = [Result("p", metrics=found) for found in ({"int8": 1.0, "bfloat16": 5.0}, {"int8": 2.0}, {})]
     assert peaks_of(record(*told, name="peaks-again")) == {"int8": 2.0, "bfloat16": 5.0}
 
 
 def test_the_table_shows_reached_shares() -> None:
-    figures = {
+    metrics = {
         "launch_layer_s": 3e-5,
         "work_share": {"gemm": 0.25},
         "rows_per_s": 1234.5,
         "left_bytes": 2**31,
     }
     peaks = {"bfloat16": 1e13, "bytes_per_s": 9e11}
-    text = table(with_shares(record(kernel(), Result("host", figures=figures)), peaks))
+    text = table(with_shares(record(kernel(), Result("host", metrics=metrics)), peaks))
     assert "2,000 µs, 56 % [10 %] of its memory bound (aim 85 %), 1.50× peer (aim 10×)" in text
     assert "peaks of this run: 10 TFLOP/s bfloat16 [1 %], 0.90 TB/s [19 %]" in text
     assert "NVIDIA H200, driver 580" in text
@@ -248,7 +248,7 @@ def test_the_table_shows_reached_shares() -> None:
 
 
 def test_a_rehearsal_claims_nothing() -> None:
-    result = kernel(facts={"error": 0.5}, figures={"wall_s": 1.0}, details={"wall_s": 1.0})
+    result = kernel(facts={"error": 0.5}, metrics={"wall_s": 1.0}, details={"wall_s": 1.0})
     told = with_shares({**record(result), "rehearsal": True}, PEAKS)
     facts = {"name": "k, s", "facts": {"error": 0.5}, "targets": dict(result.targets), "beside": ["peer"]}
     assert told["sections"][0]["results"] == [facts]

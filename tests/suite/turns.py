@@ -13,7 +13,7 @@ from tests.suite.section import Result, Times
 
 MARGIN = 1.2  # of the longest round's time, for the next one
 Found = TypeVar("Found")
-Figures = dict[str, Any]
+Metrics = dict[str, Any]
 
 
 def in_turns(
@@ -36,23 +36,23 @@ def in_turns(
     return found
 
 
-def medians(runs: Sequence[Figures]) -> Figures:
-    """Return the median of each figure over the runs that have it."""
+def medians(runs: Sequence[Metrics]) -> Metrics:
+    """Return the median of each metric over the runs that have it."""
     known = {name: [run[name] for run in runs if run[name] is not None] for name in runs[0]}
     return {name: statistics.median(values) for name, values in known.items() if values}
 
 
 def compared(
-    name: str, ways: Mapping[str, Callable[[int], Figures]], rounds: int, timed: str, **figures: Any
+    name: str, ways: Mapping[str, Callable[[int], Metrics]], rounds: int, timed: str, **metrics: Any
 ) -> list[Result]:
     """Run the ways in turns. Return the medians of each, and its time compared with the first way's.
 
     Args:
-        timed: The figure that is the time of a run.
-        figures: Further figures of all ways.
+        timed: The metric that is the time of a run.
+        metrics: Further metrics of all ways.
     """
 
-    def shown(way: str, call: Callable[[int], Figures], number: int) -> Figures:
+    def shown(way: str, call: Callable[[int], Metrics], number: int) -> Metrics:
         run = call(number)
         print(f"{name}, {way}, round {number + 1}: {run}", file=sys.stderr, flush=True)
         return run
@@ -63,7 +63,7 @@ def compared(
     first = next(iter(times))
     return [
         Result(
-            f"{name}, {way}", times={way: times[way], first: times[first]}, figures=medians(runs) | figures
+            f"{name}, {way}", times={way: times[way], first: times[first]}, metrics=medians(runs) | metrics
         )
         for way, runs in found.items()
     ]

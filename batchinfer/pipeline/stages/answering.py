@@ -102,7 +102,7 @@ def answer(
             finally:
                 store.commit()
                 facts = planned.revised.facts | ({} if planned.deadline is None else planned.deadline.facts)
-                note_figures(run, pool, collector, facts)
+                record_engine_work(run, pool, collector, facts)
     raise_pending(run, store, plan.rows_to_run, planned.forecast_s)
 
 
@@ -258,7 +258,9 @@ def notify_stopping(run: OpenRun, within_s: float) -> None:
     )
 
 
-def note_figures(run: OpenRun, pool: ReplicaPool, collector: Collector, facts: Mapping[str, Any]) -> None:
+def record_engine_work(
+    run: OpenRun, pool: ReplicaPool, collector: Collector, facts: Mapping[str, Any]
+) -> None:
     """Record in the report of a run what its engines did, and the tokens that duplicates saved.
 
     Args:

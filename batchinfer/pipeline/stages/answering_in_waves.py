@@ -19,9 +19,9 @@ from batchinfer.pipeline.stages.answering import (
     Needs,
     engines,
     feed,
-    note_figures,
     open_meter,
     raise_pending,
+    record_engine_work,
 )
 from batchinfer.pipeline.stages.calibrating import check_quality
 from batchinfer.pipeline.stages.planning import notify_plan, revised_forecast
@@ -112,7 +112,7 @@ class _Answering:
                 self._store.commit()
                 deadline = {} if self._deadline is None else self._deadline.facts
                 revised = {} if self._revised is None else self._revised.facts
-                note_figures(run, pool, self._collector, self._facts | deadline | revised)
+                record_engine_work(run, pool, self._collector, self._facts | deadline | revised)
 
     def _wait_until_ready(self) -> Batches:
         run, pool, found = self._run, self._pool, None

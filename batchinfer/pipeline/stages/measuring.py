@@ -9,14 +9,14 @@ from typing import Any
 
 from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.report.tables.accuracy import FieldAccuracy, ProbableRows, write_accuracy
-from batchinfer.store.accuracy.figures import summarise
+from batchinfer.store.accuracy.aggregates import summarise
 from batchinfer.store.accuracy.measure import Accuracy, Tally, measure_accuracy
 from batchinfer.store.accuracy.reliability import BINS, Reliability
 from batchinfer.store.results.manifest import Manifest
 
 
 def measure(run: OpenRun, manifest: Manifest) -> None:
-    """Compute figures of the published result, such as its accuracy, and record them in the report.
+    """Compute aggregates of the published result, such as its accuracy, and record them in the report.
 
     Args:
         run: The run, with its job, options, state folder and report.
@@ -35,10 +35,10 @@ def measure(run: OpenRun, manifest: Manifest) -> None:
 
 
 def _answers(run: OpenRun, files: Sequence[Path]) -> dict[str, Any]:
-    asked, figures = run.setup.requested, dict(run.setup.output.figures)
+    asked, aggregates = run.setup.requested, dict(run.setup.output.aggregates)
     if asked.scoring is not None and asked.scoring.own_labels:
-        figures.pop("labels", None)  # labels are texts of rows, which reports must not contain
-    found = summarise(files, figures, run.state.staging / "figures") if files else {}
+        aggregates.pop("labels", None)  # labels are texts of rows, which reports must not contain
+    found = summarise(files, aggregates, run.state.staging / "figures") if files else {}
     if run.job.task == "embed" and asked.embedding is not None and not run.job.requests:
         found["dimensions"] = asked.embedding.dimensions
     return found
@@ -49,7 +49,7 @@ def _compare(run: OpenRun, files: Sequence[Path]) -> None:
     assert found is not None, "the published column is marked"
     if found.notice is not None:
         run.notice(found.notice)
-    whole = _figures(None, found.overall)
+    whole = _field_accuracy(None, found.overall)
     run.report.note(
         labelled_rows=whole.labelled_rows,
         labelled_errors=whole.labelled_errors,
@@ -70,7 +70,10 @@ def _compare(run: OpenRun, files: Sequence[Path]) -> None:
 
 
 def _by_field(found: Accuracy) -> list[FieldAccuracy]:
-    return [_figures(None, found.overall), *(_figures(name, one) for name, one in found.fields.items())]
+    return [
+        _field_accuracy(None, found.overall),
+        *(_field_accuracy(name, one) for name, one in found.fields.items()),
+    ]
 
 
 def _by_probability(found: Reliability) -> list[ProbableRows]:
@@ -84,5 +87,5 @@ def _by_probability(found: Reliability) -> list[ProbableRows]:
     ]
 
 
-def _figures(field: str | None, tally: Tally) -> FieldAccuracy:
+def _field_accuracy(field: str | None, tally: Tally) -> FieldAccuracy:
     return FieldAccuracy(field, tally.rows, tally.errors, tally.exact, tally.normalised)

@@ -60,7 +60,7 @@ class EngineForecast:
         simulated: Share of the rows that were simulated, 0 to 1.
         answers_from: Number of earlier runs that give the answer lengths. 0: every answer has max_tokens.
         upper_bound: Whether answers may be shorter than simulated.
-        times: The predictor of step durations, with the origin of its figures.
+        times: The predictor of step durations, with the origin of its measurements.
         seconds: Expected engine time.
         within: Lower and upper ends of the engine time, and of the rest of the run's time.
         waits: Mean share of time (0 to 1) that a pipeline stage is idle. None also without pipeline parallelism.
@@ -93,7 +93,7 @@ class ForecastEngine:
         setup: The job's model, tokenizer and setting.
         plan: The plan, which may cover only a sample of the job's rows.
         machine: The simulated engine.
-        times: The predictor of step durations, with the origin of its figures.
+        times: The predictor of step durations, with the origin of its measurements.
         lengths: Forecast answer lengths.
         answers_from: Number of earlier runs that give `lengths`. 0: every answer has max_tokens.
         multiple: Rows of the job divided by rows of the plan. 1 if the plan covers all rows.
@@ -273,7 +273,7 @@ def _lengths(job: Job) -> tuple[AnswerLengths, int]:
 def simulated_engine(
     job: Job, setup: Setup, longest: int, devices: Devices | None = None, learns: bool = True
 ) -> tuple[SimulatedEngine, StepTimes]:
-    """Return a simulated engine, and the predictor of its step durations with the origin of its figures.
+    """Return a simulated engine, and the predictor of its step durations with the origin of its measurements.
 
     Args:
         job: The job.

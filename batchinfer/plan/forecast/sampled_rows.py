@@ -1,4 +1,4 @@
-"""Samples rows from the whole input, and estimates the error of the scaled figures."""
+"""Samples rows from the whole input, and estimates the error of the estimates that are scaled up."""
 
 from __future__ import annotations
 

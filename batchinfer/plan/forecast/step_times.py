@@ -25,7 +25,7 @@ from batchinfer.plan.simulation.step_time import MeasuredStep, StepTime, measure
 from batchinfer.report.tables.earlier_runs import LAUNCHED_STEPS, EarlierSteps
 from batchinfer_kernels.cost import ModelCost, Peaks
 
-# Assumed share of a GPU's peaks while no run has measured it: a round figure, not a measurement
+# Assumed share of a GPU's peaks while no run has measured it: a round number, not a measurement
 DECLARED_EFFICIENCY = 0.6
 MOST_STEPS = 5_000  # steps of earlier runs that are used; each takes about 0.1 ms to evaluate
 
@@ -35,12 +35,12 @@ Basis = Literal["runs", "measured", "declared", "limit", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """A predictor of step durations and the origin of its figures.
+    """A predictor of step durations and the origin of its measurements.
 
     Attributes:
         time: Predicts the seconds of a step.
-        basis: Origin of the figures: "runs" (earlier runs), "measured" (`doctor --measure`), "declared" (an assumed
-            share of the peaks), "limit" (the roofline), or "unknown" (no peaks, so the seconds are meaningless).
+        basis: Origin of the measurements: "runs" (earlier runs), "measured" (`doctor --measure`), "declared" (an
+            assumed share of the peaks), "limit" (the roofline), or "unknown" (no peaks, so the seconds are meaningless).
         runs: Number of earlier runs whose steps were used. 0 unless `basis` is "runs".
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchinfer.core.wording import seconds
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import ACTIVITIES
@@ -11,11 +11,11 @@ from batchinfer.report.tables.tables import RunRow
 
 MOST_SHOWN = 200  # more spans would be unreadable
 _COLUMNS = (
-    Figure("process", "process"),
-    Figure("activity", "activity"),
-    Figure("from_s", "from", "s"),
-    Figure("until_s", "to", "s"),
-    Figure("took_s", "time", "s"),
+    TableColumn("process", "process"),
+    TableColumn("activity", "activity"),
+    TableColumn("from_s", "from", "s"),
+    TableColumn("until_s", "to", "s"),
+    TableColumn("took_s", "time", "s"),
 )
 # The longest activities, in the order of processes and time
 _LONGEST = """
@@ -40,7 +40,7 @@ def activities(run: ReportedRun) -> PageSection:
     found = run.fetch(_LONGEST.format(activities=run.own(ACTIVITIES), most=MOST_SHOWN))
     options = {"lane": "process", "part": "activity", "from": "from_s", "until": "until_s"}
     chart = Chart("lanes", "A lane for each process of the run, with its activities", options)
-    return PageSection(name, title, idle_text(run.row), chart, Figures(_COLUMNS, found))
+    return PageSection(name, title, idle_text(run.row), chart, PageTable(_COLUMNS, found))
 
 
 def idle_text(row: RunRow) -> str:

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchinfer.core.text import without_markup
-from batchinfer.report.page.figures import Amount, Figure, Figures
+from batchinfer.report.page.page_table import Amount, PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import PageSection
 from batchinfer.report.tables.columns.run import RUN_COLUMNS
 
 _COLUMNS = (
-    Figure("column", "column"),
-    Figure("value", "value"),
-    Figure("unit", "unit"),
-    Figure("meaning", "meaning"),
+    TableColumn("column", "column"),
+    TableColumn("value", "value"),
+    TableColumn("unit", "unit"),
+    TableColumn("meaning", "meaning"),
 )
 
 
@@ -31,7 +31,7 @@ def all_columns(run: ReportedRun) -> PageSection:
         for column in RUN_COLUMNS
     ]
     text = "All columns of the table `run`. A dash means not known, or not applicable."
-    return PageSection("all", "Everything about this run", text, None, Figures(_COLUMNS, rows))
+    return PageSection("all", "Everything about this run", text, None, PageTable(_COLUMNS, rows))
 
 
 def _value(value: Any) -> Any:

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import BUCKETS, PHASES
 
 _SHARES = (
-    Figure("roofline", "of the roofline", "0…1"),
-    Figure("mfu", "MFU", "0…1"),
-    Figure("mbu", "MBU", "0…1"),
+    TableColumn("roofline", "of the roofline", "0…1"),
+    TableColumn("mfu", "MFU", "0…1"),
+    TableColumn("mbu", "MBU", "0…1"),
 )
 _PHASES = (
-    Figure("phase", "steps of"),
-    Figure("steps", "steps", "steps"),
-    Figure("prompt_tokens", "prompt tokens", "tokens"),
-    Figure("decode_tokens", "tokens decoded", "tokens"),
-    Figure("engine_s", "time of the engine", "s"),
-    Figure("device_s", "time of the device", "s"),
+    TableColumn("phase", "steps of"),
+    TableColumn("steps", "steps", "steps"),
+    TableColumn("prompt_tokens", "prompt tokens", "tokens"),
+    TableColumn("decode_tokens", "tokens decoded", "tokens"),
+    TableColumn("engine_s", "time of the engine", "s"),
+    TableColumn("device_s", "time of the device", "s"),
     *_SHARES,
 )
 _BUCKETS = (
-    Figure("bucket", "prompt tokens"),
-    Figure("requests", "requests", "requests"),
-    Figure("rows", "rows", "rows"),
-    Figure("prompt_tokens", "prompt tokens", "tokens"),
-    Figure("cached_tokens", "shared", "tokens"),
-    Figure("completion_tokens", "output tokens", "tokens"),
-    Figure("engine_s", "time of the engine", "s"),
-    Figure("device_s", "time of the device", "s"),
+    TableColumn("bucket", "prompt tokens"),
+    TableColumn("requests", "requests", "requests"),
+    TableColumn("rows", "rows", "rows"),
+    TableColumn("prompt_tokens", "prompt tokens", "tokens"),
+    TableColumn("cached_tokens", "shared", "tokens"),
+    TableColumn("completion_tokens", "output tokens", "tokens"),
+    TableColumn("engine_s", "time of the engine", "s"),
+    TableColumn("device_s", "time of the device", "s"),
     *_SHARES,
-    Figure("latency_p50_s", "latency p50", "s"),
-    Figure("latency_p99_s", "latency p99", "s"),
+    TableColumn("latency_p50_s", "latency p50", "s"),
+    TableColumn("latency_p99_s", "latency p99", "s"),
 )
 _RATIOS = "roofline_efficiency, mfu, mbu"
 
@@ -64,7 +64,7 @@ def _phases(run: ReportedRun) -> PageSection:
         "(decode), and by steps that did both (mixed). The first token of an answer comes from a step that runs its "
         "prompt, so there are fewer tokens decoded than output tokens."
     )
-    return PageSection("phases", title, text, chart, Figures(_PHASES, rows))
+    return PageSection("phases", title, text, chart, PageTable(_PHASES, rows))
 
 
 def _buckets(run: ReportedRun) -> PageSection:
@@ -77,13 +77,13 @@ def _buckets(run: ReportedRun) -> PageSection:
     )
     options = {"category": "bucket", "bars": ["engine_s"], "unit": "s"}
     chart = Chart("bars", "Bars of the time that requests took, by length of prompt", options)
-    figures = Figures(_BUCKETS, rows)
+    table = PageTable(_BUCKETS, rows)
     if not run.has_output:
-        figures = figures.without("completion_tokens")
+        table = table.without("completion_tokens")
     if not run.shares_prefixes:
-        figures = figures.without("cached_tokens")
+        table = table.without("cached_tokens")
     text = (
         "The engine's time by the length of the requests' prompts. In the device's time, a shared prefix is split "
         "among all requests that share it."
     )
-    return PageSection("buckets", title, text, chart, figures)
+    return PageSection("buckets", title, text, chart, table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchinfer.core.wording import percent
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import REQUESTS, ROWS
@@ -26,13 +26,13 @@ FROM (SELECT device_s, row_number() OVER (ORDER BY device_s DESC) AS place, coun
     WHERE device_s IS NOT NULL)
 """
 _COLUMNS = (
-    Figure("row", "row"),
-    Figure("rows", "rows with this answer", "rows"),
-    Figure("prompt_tokens", "prompt tokens", "tokens"),
-    Figure("completion_tokens", "output tokens", "tokens"),
-    Figure("cached_tokens", "shared", "tokens"),
-    Figure("device_s", "time of the device", "s"),
-    Figure("latency_s", "latency", "s"),
+    TableColumn("row", "row"),
+    TableColumn("rows", "rows with this answer", "rows"),
+    TableColumn("prompt_tokens", "prompt tokens", "tokens"),
+    TableColumn("completion_tokens", "output tokens", "tokens"),
+    TableColumn("cached_tokens", "shared", "tokens"),
+    TableColumn("device_s", "time of the device", "s"),
+    TableColumn("latency_s", "latency", "s"),
 )
 
 
@@ -50,10 +50,10 @@ def expensive(run: ReportedRun) -> PageSection:
         f"is split among all who share it. The most expensive hundredth of all requests took {percent(share)} of the "
         "time."
     )
-    figures = Figures(_COLUMNS, rows)
+    table = PageTable(_COLUMNS, rows)
     if not run.has_output:
-        figures = figures.without("completion_tokens")
-    return PageSection("expensive", title, text, chart, figures)
+        table = table.without("completion_tokens")
+    return PageSection("expensive", title, text, chart, table)
 
 
 def _query(run: ReportedRun) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from batchinfer.core.wording import count
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import EXPERTS
@@ -15,12 +15,12 @@ SELECT layer::VARCHAR, count(*), sum(tokens)::BIGINT, min(load), median(load), m
 GROUP BY layer ORDER BY experts.layer
 """
 _COLUMNS = (
-    Figure("layer", "layer"),
-    Figure("experts", "experts", "experts"),
-    Figure("tokens", "tokens", "tokens"),
-    Figure("load_max", "most loaded expert"),
-    Figure("load_median", "median"),
-    Figure("load_min", "least loaded expert"),
+    TableColumn("layer", "layer"),
+    TableColumn("experts", "experts", "experts"),
+    TableColumn("tokens", "tokens", "tokens"),
+    TableColumn("load_max", "most loaded expert"),
+    TableColumn("load_median", "median"),
+    TableColumn("load_min", "least loaded expert"),
 )
 
 
@@ -45,4 +45,4 @@ def experts(run: ReportedRun) -> Iterator[PageSection]:
         f"Tokens of an expert, as a multiple of its even share, in {count(len(rows))} layers. The nearer to 1 all are, "
         "the more evenly the work was spread."
     )
-    yield PageSection("experts", "Load of the experts", text, chart, Figures(_COLUMNS, rows))
+    yield PageSection("experts", "Load of the experts", text, chart, PageTable(_COLUMNS, rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import REQUESTS, STEPS
@@ -16,7 +16,10 @@ _TITLES = {
     "itl": "ITL",
     "latency": "whole request",
 }
-_COLUMNS = (Figure("percentile", "percentile"), *(Figure(f"{n}_s", t, "s") for n, t in _TITLES.items()))
+_COLUMNS = (
+    TableColumn("percentile", "percentile"),
+    *(TableColumn(f"{n}_s", t, "s") for n, t in _TITLES.items()),
+)
 
 
 def latency(run: ReportedRun) -> PageSection:
@@ -38,11 +41,11 @@ def latency(run: ReportedRun) -> PageSection:
         "log": True,
     }
     chart = Chart("curves", "A line for each latency, over percentiles", options)
-    figures = Figures(_COLUMNS, rows).without(*(f"{name}_s" for name in _TITLES.keys() - titles.keys()))
+    table = PageTable(_COLUMNS, rows).without(*(f"{name}_s" for name in _TITLES.keys() - titles.keys()))
     if not run.has_output:
-        return PageSection("latency", title, "Offline, all requests are queued early.", chart, figures)
+        return PageSection("latency", title, "Offline, all requests are queued early.", chart, table)
     text = (
         "Offline, all requests are handed over early, so TTFT is mostly waiting. TPOT: seconds per output token "
         "after the first, one value per request. ITL: the gap between two tokens of a sequence, one value per token."
     )
-    return PageSection("latency", title, text, chart, figures)
+    return PageSection("latency", title, text, chart, table)

@@ -7,19 +7,19 @@ from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.core.wording import count, seconds, size
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.tables import RunRow
 
 _COLUMNS = (
-    Figure("mode", "launched as"),
-    Figure("steps", "steps", "steps"),
-    Figure("steps_share", "share of steps", "0…1"),
-    Figure("tokens", "tokens", "tokens"),
-    Figure("tokens_share", "share of tokens", "0…1"),
-    Figure("forecast_steps", "steps forecast", "steps"),
-    Figure("forecast_tokens", "tokens forecast", "tokens"),
+    TableColumn("mode", "launched as"),
+    TableColumn("steps", "steps", "steps"),
+    TableColumn("steps_share", "share of steps", "0…1"),
+    TableColumn("tokens", "tokens", "tokens"),
+    TableColumn("tokens_share", "share of tokens", "0…1"),
+    TableColumn("forecast_steps", "steps forecast", "steps"),
+    TableColumn("forecast_tokens", "tokens forecast", "tokens"),
 )
 _TITLES: dict[LaunchMode, str] = {
     "full_graph": "one graph",
@@ -41,18 +41,18 @@ def launches(run: ReportedRun) -> Iterator[PageSection]:
         "A step that is one graph costs the host one launch; a step of pieces, a few per layer. Steps run operator "
         "by operator if they are too large to gain from a graph, or if there was too little memory to capture one."
     )
-    rows = [_figures(run.row, mode) for mode in LAUNCH_MODES]
+    rows = [_cells(run.row, mode) for mode in LAUNCH_MODES]
     yield PageSection(
         "launches",
         "How steps were launched",
         text,
         chart,
-        Figures(_COLUMNS, rows),
+        PageTable(_COLUMNS, rows),
         f"{_at_once(run.row)}{_captures(run.row)}",
     )
 
 
-def _figures(row: RunRow, mode: LaunchMode) -> tuple[Any, ...]:
+def _cells(row: RunRow, mode: LaunchMode) -> tuple[Any, ...]:
     names = ("steps", "steps_share", "tokens", "tokens_share")
     forecasts = (row[f"forecast_{mode}_{unit}"] for unit in ("steps", "tokens"))
     return _TITLES[mode], *(row[f"{mode}_{name}"] for name in names), *forecasts

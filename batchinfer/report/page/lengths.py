@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from batchinfer.core.wording import count
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import REQUESTS
@@ -20,9 +20,9 @@ _SKEWED = 8
 _NICE = (1, 2, 5)
 
 _COLUMNS = (
-    Figure("range", "tokens"),
-    Figure("requests", "requests", "requests"),
-    Figure("tokens", "tokens in all", "tokens"),
+    TableColumn("range", "tokens"),
+    TableColumn("requests", "requests", "requests"),
+    TableColumn("tokens", "tokens in all", "tokens"),
 )
 _WHAT = (("prompt_tokens", "prompts", "Prompt lengths"), ("completion_tokens", "answers", "Answer lengths"))
 
@@ -51,7 +51,7 @@ def _histogram(run: ReportedRun, column: str, name: str, title: str) -> PageSect
     )
     options = {"category": "range", "bars": ["requests"], "unit": "requests", "histogram": True}
     chart = Chart("bars", f"Histogram of the lengths of {name}", options)
-    return PageSection(name, title, text, chart, Figures(_COLUMNS, _bars(run, column, edges)))
+    return PageSection(name, title, text, chart, PageTable(_COLUMNS, _bars(run, column, edges)))
 
 
 def _bars(run: ReportedRun, column: str, edges: list[int]) -> list[tuple[Any, ...]]:

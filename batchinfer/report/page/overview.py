@@ -1,4 +1,4 @@
-"""The top of the page: the heading, the main figures, the forecast compared with the run, and the work."""
+"""The top of the page: the heading, the main numbers, the forecast compared with the run, and the work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from batchinfer.core.wording import count, counted, percent, seconds, short, shown, size
 from batchinfer.machine.hardware import coded_text
 from batchinfer.report.answer_text import perplexity
-from batchinfer.report.page.figures import Amount, Figure, Figures
+from batchinfer.report.page.page_table import Amount, PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.of_tasks import WITHOUT_OUTPUT
@@ -19,11 +19,11 @@ from batchinfer.report.tables.tables import RunRow
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A figure in large type at the top of the report page.
+    """A number in large type at the top of the report page.
 
     Attributes:
-        name: The name of the figure.
-        value: The figure as text.
+        name: The name of the number.
+        value: The number as text.
         more: Further text in small type.
     """
 
@@ -70,9 +70,9 @@ def _weights(row: RunRow) -> str | None:
 
 
 def tiles(row: RunRow) -> Iterator[Tile]:
-    """Yield the main figures of a run as tiles, given its row of the run table.
+    """Yield the main numbers of a run as tiles, given its row of the run table.
 
-    Unknown figures are left out.
+    Unknown numbers are left out.
     """
     if row["rows"] is not None:
         yield _row_tile(row)
@@ -143,10 +143,10 @@ def _share(part: float, whole: float) -> float | None:
 
 
 _FORECAST = (
-    Figure("figure", "figure"),
-    Figure("forecast", "forecast"),
-    Figure("fact", "actual"),
-    Figure("ratio", "actual ÷ forecast", "0…1"),
+    TableColumn("figure", "figure"),
+    TableColumn("forecast", "forecast"),
+    TableColumn("fact", "actual"),
+    TableColumn("ratio", "actual ÷ forecast", "0…1"),
 )
 # title, column of the forecast, column of the actual value, unit
 _PAIRS = (
@@ -170,7 +170,7 @@ _BASIS = {
 
 
 def forecast(run: ReportedRun) -> PageSection:
-    """Return the section of the report page that compares the forecast of a run with the actual figures."""
+    """Return the section of the report page that compares the forecast of a run with the actual numbers."""
     rows = [row for pair in _PAIRS if (row := _compared(run.row, *pair)) is not None]
     title = "Forecast and actual"
     if not rows:
@@ -178,7 +178,7 @@ def forecast(run: ReportedRun) -> PageSection:
     options = {"category": "figure", "bars": ["ratio"], "unit": "0…1", "horizontal": True, "baseline": 1}
     chart = Chart("bars", "Bars that compare the run with its forecast", options)
     text = "The forecast before the first token, compared with the run. At 100% the forecast was right."
-    return PageSection("forecast", title, f"{text}{_known_from(run.row)}", chart, Figures(_FORECAST, rows))
+    return PageSection("forecast", title, f"{text}{_known_from(run.row)}", chart, PageTable(_FORECAST, rows))
 
 
 def _known_from(row: RunRow) -> str:
@@ -202,12 +202,12 @@ def _compared(row: RunRow, title: str, before: str, after: str, unit: str) -> tu
 
 
 _WORK = (
-    Figure("what", "tokens"),
-    Figure("run", "run", "tokens"),
-    Figure("prefix", "saved by prefixes", "tokens"),
-    Figure("duplicates", "saved by duplicates", "tokens"),
-    Figure("recomputed", "run again", "tokens"),
-    Figure("padded", "padding", "tokens"),
+    TableColumn("what", "tokens"),
+    TableColumn("run", "run", "tokens"),
+    TableColumn("prefix", "saved by prefixes", "tokens"),
+    TableColumn("duplicates", "saved by duplicates", "tokens"),
+    TableColumn("recomputed", "run again", "tokens"),
+    TableColumn("padded", "padding", "tokens"),
 )
 
 
@@ -230,4 +230,4 @@ def work(run: ReportedRun) -> PageSection:
         f"{count(row['computed_requests'])} requests were computed, {count(row['reused_requests'])} were stored "
         f"already, and {counted(row['duplicate_rows'], 'row')} shared another row's answer."
     )
-    return PageSection("work", title, text, chart, Figures(_WORK, rows))
+    return PageSection("work", title, text, chart, PageTable(_WORK, rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchinfer.report.history import HISTORY
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 
@@ -16,22 +16,25 @@ SELECT run_id, strftime(started_at AT TIME ZONE 'UTC', '%Y-%m-%d %H:%M'), exit_s
 FROM {HISTORY} WHERE run_id <= ? AND tokens > 0 AND trial IS NOT TRUE ORDER BY run_id DESC LIMIT {MOST_RUNS}
 """
 _COLUMNS = (
-    Figure("run_id", "run"),
-    Figure("started", "started (UTC)"),
-    Figure("status", "ended"),
-    Figure("rows", "rows", "rows"),
-    Figure("tokens", "tokens run", "tokens"),
-    Figure("tokens_per_s", "tokens a second", "tokens/s"),
-    Figure("roofline", "of the roofline", "0…1"),
-    Figure("wall_s", "time", "s"),
-    Figure("engine_s", "in the engine", "s"),
-    Figure("forecast_s", "forecast of it", "s"),
-    Figure("hardware", "hardware"),
+    TableColumn("run_id", "run"),
+    TableColumn("started", "started (UTC)"),
+    TableColumn("status", "ended"),
+    TableColumn("rows", "rows", "rows"),
+    TableColumn("tokens", "tokens run", "tokens"),
+    TableColumn("tokens_per_s", "tokens a second", "tokens/s"),
+    TableColumn("roofline", "of the roofline", "0…1"),
+    TableColumn("wall_s", "time", "s"),
+    TableColumn("engine_s", "in the engine", "s"),
+    TableColumn("forecast_s", "forecast of it", "s"),
+    TableColumn("hardware", "hardware"),
 )
-_CALIBRATED = (Figure("calibration_error", "calibration error"), Figure("brier_score", "Brier score"))
+_CALIBRATED = (
+    TableColumn("calibration_error", "calibration error"),
+    TableColumn("brier_score", "Brier score"),
+)
 _MEASURED = (
-    Figure("accuracy", "right answers", "0…1"),
-    Figure("normalised_accuracy", "right once normalised", "0…1"),
+    TableColumn("accuracy", "right answers", "0…1"),
+    TableColumn("normalised_accuracy", "right once normalised", "0…1"),
 )
 
 
@@ -56,5 +59,5 @@ def past_runs(run: ReportedRun) -> PageSection:
     shown = [
         at for at in range(len(columns)) if at < len(_COLUMNS) or any(row[at] is not None for row in rows)
     ]
-    figures = Figures(tuple(columns[at] for at in shown), [tuple(row[at] for at in shown) for row in rows])
-    return PageSection("runs", title, text, chart, figures)
+    table = PageTable(tuple(columns[at] for at in shown), [tuple(row[at] for at in shown) for row in rows])
+    return PageSection("runs", title, text, chart, table)

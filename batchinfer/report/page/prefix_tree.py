@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchinfer.core.wording import count
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import PREFIXES
@@ -26,14 +26,14 @@ _SUMS = """
 SELECT count(*), coalesce(sum(cached_tokens), 0)::BIGINT, sum(saved_tokens)::BIGINT, sum(device_s) FROM {prefixes}
 """
 _COLUMNS = (
-    Figure("prefix", "prefix"),
-    Figure("parent", "begins with"),
-    Figure("depth", "length", "tokens"),
-    Figure("tokens", "beyond the one it begins with", "tokens"),
-    Figure("users", "requests", "requests"),
-    Figure("cached_tokens", "tokens saved", "tokens"),
-    Figure("saved_tokens", "at best", "tokens"),
-    Figure("device_s", "time to run it", "s"),
+    TableColumn("prefix", "prefix"),
+    TableColumn("parent", "begins with"),
+    TableColumn("depth", "length", "tokens"),
+    TableColumn("tokens", "beyond the one it begins with", "tokens"),
+    TableColumn("users", "requests", "requests"),
+    TableColumn("cached_tokens", "tokens saved", "tokens"),
+    TableColumn("saved_tokens", "at best", "tokens"),
+    TableColumn("device_s", "time to run it", "s"),
 )
 
 
@@ -63,7 +63,7 @@ def prefix_tree(run: ReportedRun) -> PageSection:
         rows.append(_others(others, sums, rows))
     options = {"node": "prefix", "parent": "parent", "value": "cached_tokens"}
     chart = Chart("tree", "Nested boxes of shared prefixes, by tokens saved", options)
-    return PageSection("prefixes", title, text, chart, Figures(_COLUMNS, rows))
+    return PageSection("prefixes", title, text, chart, PageTable(_COLUMNS, rows))
 
 
 def _others(number: int, sums: tuple[Any, ...], rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchinfer.core.wording import percent, prefixed
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import STEPS
@@ -27,13 +27,13 @@ GROUP BY kind, floor(log10(flops::DOUBLE / bytes) * {cells}), floor(log10(flops:
 ORDER BY kind, intensity, reached
 """
 _COLUMNS = (
-    Figure("kind", "steps of"),
-    Figure("steps", "steps", "steps"),
-    Figure("intensity", "arithmetic intensity", "FLOP/byte"),
-    Figure("reached", "reached", "FLOP/s"),
-    Figure("tokens", "tokens", "tokens"),
-    Figure("seconds", "time", "s"),
-    Figure("share", "of all steps' time", "0…1"),
+    TableColumn("kind", "steps of"),
+    TableColumn("steps", "steps", "steps"),
+    TableColumn("intensity", "arithmetic intensity", "FLOP/byte"),
+    TableColumn("reached", "reached", "FLOP/s"),
+    TableColumn("tokens", "tokens", "tokens"),
+    TableColumn("seconds", "time", "s"),
+    TableColumn("share", "of all steps' time", "0…1"),
 )
 
 
@@ -57,7 +57,7 @@ def roofline(run: ReportedRun) -> PageSection:
     }
     chart = Chart("roofline", "Points of steps below the roof of the hardware, log-log", options)
     return PageSection(
-        "roofline", title, _text(row), chart, Figures(_COLUMNS, _cells(run)),
+        "roofline", title, _text(row), chart, PageTable(_COLUMNS, _cells(run)),
         "A point is a group of similar steps, and its area shows their share of the time. The data of a point above "
         "the roof came from a CPU cache, which is faster than the memory.",
     )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchinfer.report.page.figures import Figures
+from batchinfer.report.page.page_table import PageTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class PageSection:
         title: The heading.
         text: Text above the chart.
         chart: The chart, or None.
-        figures: The table with the numbers of the chart, or None.
+        table: The table with the numbers of the chart, or None.
         note: Text below the chart.
     """
 
@@ -48,5 +48,5 @@ class PageSection:
     title: str
     text: str
     chart: Chart | None = None
-    figures: Figures | None = None
+    table: PageTable | None = None
     note: str = ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchinfer.core.text import without_markup
 from batchinfer.core.wording import seconds
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.summary import PHASES
@@ -16,11 +16,11 @@ from batchinfer.report.tables.columns.run import RUN_COLUMNS
 from batchinfer.report.tables.tables import RunRow
 
 _COLUMNS = (
-    Figure("level", "of"),
-    Figure("part", "part"),
-    Figure("seconds", "time", "s"),
-    Figure("share", "share", "0…1"),
-    Figure("meaning", "what it is"),
+    TableColumn("level", "of"),
+    TableColumn("part", "part"),
+    TableColumn("seconds", "time", "s"),
+    TableColumn("share", "share", "0…1"),
+    TableColumn("meaning", "what it is"),
 )
 _Level = tuple[str, Sequence[tuple[str, str]]]  # a name, and the names and columns of its parts
 
@@ -62,7 +62,7 @@ def time_split(run: ReportedRun) -> PageSection:
     ]
     options = {"level": "level", "part": "part", "value": "seconds", "share": "share"}
     chart = Chart("split", "Bars of the parts of the run's time", options)
-    return PageSection("time", "Where the time went", _text(row, new), chart, Figures(_COLUMNS, rows))
+    return PageSection("time", "Where the time went", _text(row, new), chart, PageTable(_COLUMNS, rows))
 
 
 def _text(row: RunRow, new: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import PROMPT_TOKENS, STEPS
@@ -44,22 +44,26 @@ SELECT from_s, until_s, steps::BIGINT,
     running_min, running_median, running_max, waiting_max, kv_min, kv_median, kv_max, preemptions::BIGINT
 FROM spans WHERE until_s > from_s ORDER BY until_s
 """
-_TIMES = (Figure("from_s", "from", "s"), Figure("until_s", "to", "s"), Figure("steps", "steps", "steps"))
+_TIMES = (
+    TableColumn("from_s", "from", "s"),
+    TableColumn("until_s", "to", "s"),
+    TableColumn("steps", "steps", "steps"),
+)
 _THROUGHPUT = (
-    Figure("prompt_tokens_per_s", "prompt tokens", "tokens/s"),
-    Figure("decode_tokens_per_s", "output tokens", "tokens/s"),
+    TableColumn("prompt_tokens_per_s", "prompt tokens", "tokens/s"),
+    TableColumn("decode_tokens_per_s", "output tokens", "tokens/s"),
 )
 _BATCH = (
-    Figure("running_min", "running, least", "sequences"),
-    Figure("running_median", "running, median", "sequences"),
-    Figure("running_max", "running, most", "sequences"),
-    Figure("waiting_max", "waiting, most", "sequences"),
+    TableColumn("running_min", "running, least", "sequences"),
+    TableColumn("running_median", "running, median", "sequences"),
+    TableColumn("running_max", "running, most", "sequences"),
+    TableColumn("waiting_max", "waiting, most", "sequences"),
 )
 _KV = (
-    Figure("kv_min", "KV blocks used, least", "0…1"),
-    Figure("kv_median", "KV blocks used, median", "0…1"),
-    Figure("kv_max", "KV blocks used, most", "0…1"),
-    Figure("preemptions", "preemptions", "times"),
+    TableColumn("kv_min", "KV blocks used, least", "0…1"),
+    TableColumn("kv_median", "KV blocks used, median", "0…1"),
+    TableColumn("kv_max", "KV blocks used, most", "0…1"),
+    TableColumn("preemptions", "preemptions", "times"),
 )
 _BINS = (
     "Steps are grouped into at most {most} segments of time. A segment consists of whole steps, and its rate is its "
@@ -103,7 +107,7 @@ def _section(
     title: str,
     text: str,
     found: list[tuple[Any, ...]],
-    columns: tuple[Figure, ...],
+    columns: tuple[TableColumn, ...],
     first: int,
     options: dict[str, Any],
 ) -> PageSection:
@@ -111,4 +115,4 @@ def _section(
     options = {"x": "until_s", "from": "from_s", "group": "time", **options}
     chart = Chart("lines", f"{title}, as lines", options)
     note = _BINS.format(most=MOST_SEGMENTS)
-    return PageSection(name, title, text, chart, Figures((*_TIMES, *columns), rows), note)
+    return PageSection(name, title, text, chart, PageTable((*_TIMES, *columns), rows), note)

@@ -1,4 +1,4 @@
-"""Reads the figures of earlier runs that a forecast uses, such as the lengths of answers and the times of steps."""
+"""Reads the measurements of earlier runs that a forecast uses, such as lengths of answers and times of steps."""
 
 from __future__ import annotations
 

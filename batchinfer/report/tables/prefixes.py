@@ -53,7 +53,7 @@ class PrefixTree:
 
 
 class PrefixNodes:
-    """The complete tree of prefixes that requests share, with figures for each prefix.
+    """The complete tree of prefixes that requests share, with token counts and times for each prefix.
 
     Call `count` for all requests before `shared`. The column `place` of requests is the position that
     `PrefixTree.add` returned, or NOWHERE.
@@ -86,7 +86,7 @@ class PrefixNodes:
         return nodes[places.astype(np.int64)]
 
     def count(self, requests: Columns, seconds: Floats) -> None:
-        """Add finished requests to the figures of the prefixes that they share.
+        """Add finished requests to the counts and times of the prefixes that they share.
 
         Args:
             requests: Columns of the report table `requests`, and `place`.

@@ -1,4 +1,4 @@
-"""Builds and writes the row of the run table, from facts of the pipeline, figures of the meter and peaks."""
+"""Builds and writes the row of the run table, from facts of the pipeline, totals of the meter and peaks."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from batchinfer.store.accuracy.grades import to_text
 from batchinfer.store.accuracy.normalise import normalise
 
 MOST_LABELS = 50  # maximum labels per field
-MOST_FIELDS = 200  # maximum fields with figures of their own
+MOST_FIELDS = 200  # maximum fields with an accuracy of their own
 LONGEST_LABEL = 200  # maximum characters of a label
 ROWS_PER_LABEL = 2  # minimum average rows per label; unique values are not labels
 _REMEMBERED = 1000  # cached normalised texts per field

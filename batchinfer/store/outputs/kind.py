@@ -65,7 +65,7 @@ class OutputKind(ABC):
         stored: Its columns in the store, in addition to COMPLETION_SCHEMA. Parts have them only if needed.
         answer: The column of a result with the answer.
         probability: The column of a result with the probability of the answer, or None.
-        figures: A DuckDB aggregate over the rows with an answer, by column of the report's run table.
+        aggregates: A DuckDB aggregate over the rows with an answer, by column of the report's run table.
     """
 
     name: str
@@ -74,7 +74,7 @@ class OutputKind(ABC):
     stored: pa.Schema
     answer: str
     probability: str | None = None
-    figures: Mapping[str, str] = MappingProxyType({})
+    aggregates: Mapping[str, str] = MappingProxyType({})
 
     def receiver(self, columns: SchemaColumns | None, detokenizer: Detokenizer) -> Receiver:
         """Return a receiver, which checks the answers of a run before they are stored.

@@ -25,7 +25,7 @@ class LabelsKind(ScoresKind):
 
     name, version, answer = "labels", 0, "label"
     probability: str | None = "probability"
-    figures: Mapping[str, str] = MappingProxyType(
+    aggregates: Mapping[str, str] = MappingProxyType(
         {"labels": "histogram(label)", "mean_label_probability": "avg(probability)"}
     )
 

@@ -17,7 +17,7 @@ from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.index.requested import RequestedOutputs
 from batchinfer.store.outputs.frame import Frame, frame_schema
 from batchinfer.store.outputs.kind import NOT_OPENAI
-from batchinfer.store.outputs.scores import SCORE_FIGURES
+from batchinfer.store.outputs.scores import SCORE_AGGREGATES
 from batchinfer.store.outputs.vectors import VectorsKind
 
 
@@ -28,7 +28,7 @@ class PairScoresKind(VectorsKind):
     """
 
     name, version, answer = "pair_scores", 0, "score"
-    figures = SCORE_FIGURES
+    aggregates = SCORE_AGGREGATES
 
     def arrays(self, outputs: Sequence[Output | None]) -> dict[str, pa.Array]:
         """Return an empty dict: logits are stored as vectors, by `VectorsKind`."""

@@ -9,7 +9,7 @@ from batchinfer.store.columns.logprob_column import Detokenizer
 from batchinfer.store.index.requested import RequestedOutputs
 from batchinfer.store.outputs.frame import Frame, frame_schema
 from batchinfer.store.outputs.labels import LabelsKind, answered_probabilities
-from batchinfer.store.outputs.scores import SCORE_FIGURES, context_counts
+from batchinfer.store.outputs.scores import SCORE_AGGREGATES, context_counts
 
 
 class RelevanceKind(LabelsKind):
@@ -20,7 +20,7 @@ class RelevanceKind(LabelsKind):
 
     name, version, answer = "relevance", 0, "score"
     probability = None
-    figures = SCORE_FIGURES
+    aggregates = SCORE_AGGREGATES
 
     def schema(self, requested: RequestedOutputs) -> pa.Schema:
         """Return the columns of a result: the score and the number of prompt tokens."""

@@ -29,8 +29,8 @@ STORED = pa.schema(
 )
 # Result rows per batch: a continuation may fill the model's context
 _SCORED_ROWS = 2048
-# Figures of document scores for the report
-SCORE_FIGURES: Mapping[str, str] = MappingProxyType(
+# Aggregates of document scores for the report
+SCORE_AGGREGATES: Mapping[str, str] = MappingProxyType(
     {f"score_p{at}": f"quantile_cont(score, {at / 100})" for at in (10, 50, 90)}
 )
 _PER_TOKEN = pa.field("token_logprobs", pa.list_(pa.float32()))
@@ -40,7 +40,7 @@ class ScoresKind(OutputKind):
     """Answers that are log-probabilities of given continuations. `OutputKind` documents the methods."""
 
     name, version, output, answer = "scores", 0, Scores, "logprob"
-    figures: Mapping[str, str] = MappingProxyType(
+    aggregates: Mapping[str, str] = MappingProxyType(
         {
             "scored_tokens": "sum(scored_tokens)",
             "mean_logprob": "sum(logprob) / nullif(sum(scored_tokens), 0)",

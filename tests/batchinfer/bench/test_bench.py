@@ -64,7 +64,7 @@ def plain() -> BenchReport:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_figures_are_consistent(every, name):
+def test_metrics_are_consistent(every, name):
     found, workload = every[name], make_workload(name, 512, ROWS[name], MOST)
     wall = found["wall_s"]
     assert len(wall["runs"]) == (2 if name == "duplicates" else 1)

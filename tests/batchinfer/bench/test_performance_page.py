@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 
 def values(record: dict, engine: str, dtype: str, workload: str, key: str = "seconds") -> list[float]:
-    """Return a figure of all runs of a record."""
+    """Return a metric of all runs of a record."""
     place = (engine, dtype, workload)
     return [r[key] for r in record["runs"] if (r["engine"], r["dtype"], r["workload"]) == place]
 

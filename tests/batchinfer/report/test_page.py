@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from batchinfer.core.samples import LAUNCH_MODES
 from batchinfer.report.page.activities import idle_text
 from batchinfer.report.page.document import MARK, page, prose
-from batchinfer.report.page.figures import Figure, Figures
 from batchinfer.report.page.lengths import MOST_BARS, bin_edges
 from batchinfer.report.page.overview import heading, tiles, work
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.prefix_tree import MOST_NODES
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.roofline import MOST_POINTS
@@ -101,9 +101,9 @@ def test_charts_name_tables_and_columns_that_are_there(parsed: ParsedPage) -> No
 def test_output_tokens_are_equal_in_all_tables(whole: ReportedRun, parsed: ParsedPage) -> None:
     """A regression: decode steps compute fewer tokens, since an answer's first token comes with its prompt."""
     counts = {"output_tokens": 13_458, "decode_tokens_run": 11_215}
-    figures = work(replace(whole, row=whole.row | counts)).figures
-    assert figures is not None
-    assert [line[1] for line in figures.rows if line[0] == "output tokens"] == [13_458]
+    work_table = work(replace(whole, row=whole.row | counts)).table
+    assert work_table is not None
+    assert [line[1] for line in work_table.rows if line[0] == "output tokens"] == [13_458]
     assert "work-table" in parsed.tables
 
 
@@ -263,7 +263,7 @@ def test_forecasts_and_all_columns_have_their_digits(row: RunRow, parsed: Parsed
         "steps",
         "output tokens",
         "MFU",
-    }  # figures with a forecast
+    }  # work_table with a forecast
     values = dict(zip(columns.column("column"), columns.column("value"), strict=True))
     numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
     assert {name: values[name] for name in numbers} == numbers
@@ -357,7 +357,9 @@ def test_bars_hold_every_length(least: int, more: int, place: float) -> None:
 
 
 def test_cells_have_all_digits_and_a_text_for_people() -> None:
-    table = Figures((Figure("a", "A", "s"), Figure("b", "B")), [(0.0123456789, "<b>"), (None, None)])
+    table = PageTable(
+        (TableColumn("a", "A", "s"), TableColumn("b", "B")), [(0.0123456789, "<b>"), (None, None)]
+    )
     assert [numeric for _, numeric in table.headings] == [True, False]
     assert list(table.cells) == [
         [("n", "0.0123456789", "12.3 ms"), ("", "", "<b>")],

@@ -62,7 +62,7 @@ def measured_by(tmp_path: Path, step: Any, request_sample: Any) -> Measured:
         return meter.finish()
 
 
-def test_definitions_of_figures_by_hand(
+def test_definitions_of_columns_by_hand(
     tmp_path: Path, facts: RunRow, machine: Hardware, step: Any, request_sample: Any
 ) -> None:
     """Four steps of 0.75 s with 0.25 s between them, 1,000 FLOP and 100 bytes each."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from batchinfer.core.wording import count, counted
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 from batchinfer.report.tables.columns.declared import ACCURACY, CALIBRATION, CONFUSION
@@ -22,23 +22,23 @@ SELECT coalesce(field, '(the whole answer)'), accuracy, normalised_accuracy, lab
     normalised_rows FROM {table}
 """
 _COLUMNS = (
-    Figure("field", "field"),
-    Figure("exact", "right", "0…1"),
-    Figure("normalised", "right once normalised", "0…1"),
-    Figure("rows", "labelled rows", "rows"),
-    Figure("errors", "of them error rows", "rows"),
-    Figure("exact_rows", "right", "rows"),
-    Figure("normalised_rows", "right once normalised", "rows"),
+    TableColumn("field", "field"),
+    TableColumn("exact", "right", "0…1"),
+    TableColumn("normalised", "right once normalised", "0…1"),
+    TableColumn("rows", "labelled rows", "rows"),
+    TableColumn("errors", "of them error rows", "rows"),
+    TableColumn("exact_rows", "right", "rows"),
+    TableColumn("normalised_rows", "right once normalised", "rows"),
 )
 _BINS = """
 SELECT printf('%.1f to %.1f', from_probability, to_probability), rows, mean_probability, accuracy FROM {table}
 WHERE rows > 0 ORDER BY from_probability
 """
 _BIN_COLUMNS = (
-    Figure("bin", "probability"),
-    Figure("rows", "labelled rows", "rows"),
-    Figure("probability", "mean probability", "0…1"),
-    Figure("right", "right once normalised", "0…1"),
+    TableColumn("bin", "probability"),
+    TableColumn("rows", "labelled rows", "rows"),
+    TableColumn("probability", "mean probability", "0…1"),
+    TableColumn("right", "right once normalised", "0…1"),
 )
 _LABELS = "SELECT DISTINCT field FROM {table} ORDER BY field NULLS FIRST LIMIT {most}"
 _PAIRS = "SELECT expected, outcome, answer, rows FROM {table} WHERE field IS NOT DISTINCT FROM ?"
@@ -58,7 +58,7 @@ def accuracy(run: ReportedRun) -> Iterator[PageSection]:
     rows = run.fetch(_FIELDS.format(table=run.own(ACCURACY)))
     options = {"category": "field", "bars": ["exact", "normalised"], "unit": "0…1", "horizontal": True}
     chart = Chart("bars", "Bars of the shares of right answers by field", options)
-    yield PageSection("accuracy", "Right answers", _text(row), chart, Figures(_COLUMNS, rows))
+    yield PageSection("accuracy", "Right answers", _text(row), chart, PageTable(_COLUMNS, rows))
     fields = run.fetch(_LABELS.format(table=run.own(CONFUSION), most=MOST_TABLES))
     for number, (field,) in enumerate(fields):
         pairs = run.fetch(_PAIRS.format(table=run.own(CONFUSION)), [field])
@@ -78,7 +78,7 @@ def _calibration(row: RunRow, bins: Sequence[tuple[Any, ...]]) -> PageSection:
         f"{row['brier_score']:.3f}."
     )
     return PageSection(
-        "calibration", "Probabilities and right answers", text, chart, Figures(_BIN_COLUMNS, bins)
+        "calibration", "Probabilities and right answers", text, chart, PageTable(_BIN_COLUMNS, bins)
     )
 
 
@@ -97,14 +97,14 @@ def _confusion(name: str, field: str | None, pairs: Sequence[tuple[Any, ...]]) -
         *(one for one in (OTHERS, OTHER, ERROR) if any(one in found for found in table.values())),
     ]
     columns = (
-        Figure("expected", "expected"),
-        *(Figure(f"answer_{at}", f"answered {one}", "rows") for at, one in enumerate(answers)),
+        TableColumn("expected", "expected"),
+        *(TableColumn(f"answer_{at}", f"answered {one}", "rows") for at, one in enumerate(answers)),
     )
     rows = [(expected, *(found.get(one, 0) for one in answers)) for expected, found in table.items()]
     more = f" The {count(len(shown))} most frequent labels are shown." if OTHERS in table else ""
     title = "Confused labels" if field is None else f"Confused labels of {field}"
     text = f"Rows by expected label and by answer.{more}"
-    return PageSection(name, title, text, None, Figures(columns, rows))
+    return PageSection(name, title, text, None, PageTable(columns, rows))
 
 
 def _table(pairs: Sequence[tuple[Any, ...]]) -> tuple[list[str], dict[str, dict[str, int]]]:

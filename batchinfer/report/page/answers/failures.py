@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchinfer.core.wording import count, percent
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 
@@ -18,10 +18,10 @@ SELECT error_code, count(*) AS rows, arg_min(coalesce(custom_id, 'row ' || row_i
 FROM results WHERE error_code IS NOT NULL GROUP BY error_code ORDER BY rows DESC, error_code
 """
 _COLUMNS = (
-    Figure("code", "error code"),
-    Figure("rows", "rows", "rows"),
-    Figure("share", "of all rows", "0…1"),
-    Figure("examples", "ids of the first rows"),
+    TableColumn("code", "error code"),
+    TableColumn("rows", "rows", "rows"),
+    TableColumn("share", "of all rows", "0…1"),
+    TableColumn("examples", "ids of the first rows"),
 )
 
 
@@ -44,7 +44,7 @@ def failures(run: ReportedRun) -> PageSection:
     options = {"category": "code", "bars": ["rows"], "unit": "rows", "horizontal": True}
     chart = Chart("bars", "Bars of error rows by code", options)
     return PageSection(
-        "errors", title, f"{text}{more}", chart, Figures(_COLUMNS, rows[:_MOST_CODES]), _note(run.results)
+        "errors", title, f"{text}{more}", chart, PageTable(_COLUMNS, rows[:_MOST_CODES]), _note(run.results)
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from batchinfer.core.wording import count, counted, percent
-from batchinfer.report.page.figures import Figure, Figures
+from batchinfer.report.page.page_table import PageTable, TableColumn
 from batchinfer.report.page.reported import ReportedRun
 from batchinfer.report.page.section import Chart, PageSection
 
@@ -18,14 +18,14 @@ SELECT label, count(*) AS rows, count(*) / sum(count(*)) OVER (), avg(probabilit
 FROM results WHERE status = 'ok' GROUP BY label ORDER BY rows DESC, label
 """
 _LABEL_COLUMNS = (
-    Figure("label", "label"),
-    Figure("rows", "rows", "rows"),
-    Figure("share", "of all labels", "0…1"),
-    Figure("probability", "mean probability", "0…1"),
-    Figure("least", "least probability", "0…1"),
-    Figure("most", "greatest probability", "0…1"),
+    TableColumn("label", "label"),
+    TableColumn("rows", "rows", "rows"),
+    TableColumn("share", "of all labels", "0…1"),
+    TableColumn("probability", "mean probability", "0…1"),
+    TableColumn("least", "least probability", "0…1"),
+    TableColumn("most", "greatest probability", "0…1"),
 )
-_BIN_COLUMNS = (Figure("range", "from – to"), Figure("rows", "rows", "rows"))
+_BIN_COLUMNS = (TableColumn("range", "from – to"), TableColumn("rows", "rows", "rows"))
 # Values in bars of equal width; the last bar includes the largest value
 _BINS = """
 WITH given AS (SELECT {value} AS value FROM results WHERE status = 'ok'),
@@ -74,7 +74,7 @@ def _labels(run: ReportedRun) -> PageSection:
         text += f" The {MOST_LABELS} most frequent of {count(len(rows))} labels are shown."
     options = {"category": "label", "bars": ["rows"], "unit": "rows", "horizontal": True}
     chart = Chart("bars", "Bars of the rows with each label", options)
-    return PageSection("labels", "Labels", text, chart, Figures(_LABEL_COLUMNS, rows[:MOST_LABELS]))
+    return PageSection("labels", "Labels", text, chart, PageTable(_LABEL_COLUMNS, rows[:MOST_LABELS]))
 
 
 def _right_text(run: ReportedRun) -> str:
@@ -110,4 +110,4 @@ def _histogram(
         return
     options = {"category": "range", "bars": ["rows"], "unit": "rows", "histogram": True}
     chart = Chart("bars", f"Histogram of rows: {title}", options)
-    yield PageSection(name, title, text, chart, Figures(_BIN_COLUMNS, rows))
+    yield PageSection(name, title, text, chart, PageTable(_BIN_COLUMNS, rows))

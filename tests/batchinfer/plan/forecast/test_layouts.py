@@ -250,7 +250,7 @@ def test_the_chosen_layout_is_the_fastest_of_all_layouts(
 
 
 class Published(NamedTuple):
-    """A published figure: output tokens per second of Llama 70B on `tensor` GPUs."""
+    """A published rate: output tokens per second of Llama 70B on `tensor` GPUs."""
 
     gpus: str
     tensor: int
@@ -273,23 +273,25 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize("figure", first_of([(one,) for one in PUBLISHED[::-1]], 1))
-def test_the_simulation_is_near_published_figures(tmp_path: Path, llama_70b: Path, figure: Published) -> None:
+@pytest.mark.parametrize("published", first_of([(one,) for one in PUBLISHED[::-1]], 1))
+def test_the_simulation_is_near_published_rates(
+    tmp_path: Path, llama_70b: Path, published: Published
+) -> None:
     coded = {
-        "quantization": figure.quantization,
-        "kv_cache_dtype": "fp8" if figure.quantization == "fp8" else "auto",
+        "quantization": published.quantization,
+        "kv_cache_dtype": "fp8" if published.quantization == "fp8" else "auto",
     }
-    seqs = 1280 if figure.rows == 1280 else 1024
+    seqs = 1280 if published.rows == 1280 else 1024
     path = write_job(tmp_path, llama_70b, people(1), model=coded, engine={"max_num_seqs": seqs})
-    job, devices = load_job(path), devices_by_name(figure.gpus)
+    job, devices = load_job(path), devices_by_name(published.gpus)
     setup = check_setup(job, state_of(job), MachineFacts(devices.hardware))
-    setup = replace(setup, setting=setup.setting.with_placement(division=Division(figure.tensor)))
-    machine, _ = simulated_engine(job, setup, figure.prompt + figure.output, devices, learns=False)
-    params = SamplingParams(max_tokens=figure.output, ignore_eos=True)
-    tokens = np.random.default_rng(0).integers(3, 200, (figure.rows, figure.prompt)).astype(np.int32)
+    setup = replace(setup, setting=setup.setting.with_placement(division=Division(published.tensor)))
+    machine, _ = simulated_engine(job, setup, published.prompt + published.output, devices, learns=False)
+    params = SamplingParams(max_tokens=published.output, ignore_eos=True)
+    tokens = np.random.default_rng(0).integers(3, 200, (published.rows, published.prompt)).astype(np.int32)
     requests = [Request(row.to_bytes(32, "big"), prompt, params) for row, prompt in enumerate(tokens)]
-    run = simulate(machine, requests, {request.key: figure.output for request in requests})
-    assert figure.rows * figure.output / run.seconds == pytest.approx(figure.tokens_per_s, rel=0.3)
+    run = simulate(machine, requests, {request.key: published.output for request in requests})
+    assert published.rows * published.output / run.seconds == pytest.approx(published.tokens_per_s, rel=0.3)
 
 
 @pytest.mark.parametrize("layout", first_of([(one,) for one in LAYOUTS], 0))

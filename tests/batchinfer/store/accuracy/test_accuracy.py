@@ -241,7 +241,7 @@ def test_mcnemars_test_is_the_binomial_one(b: int, c: int) -> None:
 
 
 def test_mcnemars_test_of_many_rows() -> None:
-    """Known figures of R (mcnemar.test, binom.test), and no jump between the exact and the asymptotic form."""
+    """Known values of R (mcnemar.test, binom.test), and no jump between the exact and the asymptotic form."""
     assert mcnemar(2, 10) == pytest.approx(0.03857421875)
     assert mcnemar(33, 61) == pytest.approx(0.00507, abs=5e-5)
     below, above = MOST_EXACT // 2 - 400, MOST_EXACT // 2 + 400
@@ -277,5 +277,5 @@ def test_reliability_is_that_of_all_answers_at_once(answers: list[tuple[float, b
 
 def test_no_answers_have_no_reliability() -> None:
     found = Reliability()
-    figures = (found.mean_probability, found.expected_error, found.brier_score)
-    assert (found.rows, *figures) == (0, None, None, None)
+    means = (found.mean_probability, found.expected_error, found.brier_score)
+    assert (found.rows, *means) == (0, None, None, None)

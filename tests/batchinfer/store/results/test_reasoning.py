@@ -17,7 +17,7 @@ from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.store.index.index import OPENING
 from batchinfer.store.outputs.answer_texts import AnswerReader
 from batchinfer.store.outputs.frame import Frame
-from batchinfer.store.outputs.reasoning_columns import SplitAnswer, StoredAnswer, locate_reasoning
+from batchinfer.store.outputs.reasoning_columns import SplitAnswer, StoredAnswer, split_reasoning
 from tests.checkpoints import kept_folder
 from tests.reasoning_models import make_reasoning_tokenizer
 
@@ -38,7 +38,7 @@ def ids_of(name: str, text: str) -> list[int]:
 
 def split(name: str, text: str, opening: int = NO_MARKER, limit: int | None = None) -> SplitAnswer:
     tokenizer, reasoning = family(name)
-    (found,) = locate_reasoning([StoredAnswer(ids_of(name, text), limit, opening)], reasoning, tokenizer)
+    (found,) = split_reasoning([StoredAnswer(ids_of(name, text), limit, opening)], reasoning, tokenizer)
     return found
 
 
@@ -92,7 +92,7 @@ def test_the_token_that_ends_an_answer_is_no_reasoning(name: str) -> None:
     inside, whole = ids_of(name, begin + "hm"), ids_of(name, begin + "hm" + reasoning.end)
     ids = [(inside + eos, True), (inside + eos, False), (inside, False), (whole + eos, True)]
     answers = [StoredAnswer(one, None, opening, ended) for one, ended in ids]
-    found = locate_reasoning(answers, reasoning, tokenizer)
+    found = split_reasoning(answers, reasoning, tokenizer)
     assert {one.reasoning for one in found} == {"hm"}
     assert [one.tokens for one in found] == [2, 2 + len(eos), 2, 2]
 
@@ -136,7 +136,7 @@ def test_reasoning_and_text_are_separated_in_any_texts(pairs: list[tuple[str, st
             )
             for a, b in ours
         ]
-        told = locate_reasoning(answers, reasoning, tokenizer)
+        told = split_reasoning(answers, reasoning, tokenizer)
         for (inside, behind), one in zip(ours, told, strict=True):
             assert one.reasoning == (inside.strip() or None)
             assert one.text == (behind if reasoning.tokens else behind.lstrip())

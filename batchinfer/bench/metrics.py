@@ -14,8 +14,8 @@ MODEL = ("qkv", "o", "gate_up", "down", "lm_head", "attention")  # the operators
 
 
 @dataclass(frozen=True, slots=True)
-class RunFigures:
-    """The figures of one timed run of a workload. Times are in seconds, shares and efficiencies are fractions.
+class RunMetrics:
+    """The metrics of one timed run of a workload. Times are in seconds, shares and efficiencies are fractions.
 
     Attributes:
         wall_s: Wall time, planning included.
@@ -107,8 +107,8 @@ def _products(cost: Cost) -> Cost:
     return Cost(cost.coded_ops or cost.flops, 0, cost.coded_ops)
 
 
-def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFigures:
-    """Return the figures of one timed run: times, counts and efficiencies.
+def run_metrics(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunMetrics:
+    """Return the metrics of one timed run: times, counts and efficiencies.
 
     Args:
         run: The timed run.
@@ -124,7 +124,7 @@ def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFi
     model_s = sum(sample.model_s for sample in run.steps)
     roofline_s = sum(operator_seconds(run, model, peaks).values())
     ideal_s = sum(cost.seconds(peaks) for cost in ideal_costs(ideal, model).values())
-    return RunFigures(
+    return RunMetrics(
         wall_s=run.wall_s,
         plan_s=run.plan_s,
         model_s=model_s,
@@ -148,8 +148,8 @@ def run_figures(run: Run, ideal: Ideal, model: ModelCost, peaks: Peaks) -> RunFi
     )
 
 
-def medians(runs: Sequence[RunFigures]) -> dict[str, float]:
-    """Return the median of each figure over several runs, by name. A count that is equal in all runs stays an int."""
+def medians(runs: Sequence[RunMetrics]) -> dict[str, float]:
+    """Return the median of each metric over several runs, by name. A count that is equal in all runs stays an int."""
     columns = {name: [asdict(run)[name] for run in runs] for name in asdict(runs[0])}
     return {name: _median(values) for name, values in columns.items()}
 

@@ -13,7 +13,7 @@ _SHORT_TEXT = 32  # characters of a text that is not broken into lines
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class TableColumn:
     """A column of a table on the report page.
 
     Attributes:
@@ -36,7 +36,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class PageTable:
     """A table of numbers on the report page. Charts are drawn from the same numbers.
 
     Attributes:
@@ -44,17 +44,17 @@ class Figures:
         rows: The cells of each row. None means unknown.
     """
 
-    columns: tuple[Figure, ...]
+    columns: tuple[TableColumn, ...]
     rows: Sequence[Sequence[Any]]
 
-    def without(self, *names: str) -> Figures:
+    def without(self, *names: str) -> PageTable:
         """Return the table without the columns with these names."""
         kept = [at for at, column in enumerate(self.columns) if column.name not in names]
         rows = [tuple(row[at] for at in kept) for row in self.rows]
-        return Figures(tuple(self.columns[at] for at in kept), rows)
+        return PageTable(tuple(self.columns[at] for at in kept), rows)
 
     @property
-    def headings(self) -> list[tuple[Figure, bool]]:
+    def headings(self) -> list[tuple[TableColumn, bool]]:
         """Return pairs of a column of the table, and True if the column has numbers."""
         numeric = (any(is_number(row[at]) for row in self.rows) for at in range(len(self.columns)))
         return list(zip(self.columns, numeric, strict=True))
@@ -70,7 +70,7 @@ class Figures:
             yield [_cell(value, *heading) for value, heading in zip(row, headings, strict=True)]
 
 
-def _cell(value: Any, column: Figure, numeric: bool) -> tuple[str, str, str]:
+def _cell(value: Any, column: TableColumn, numeric: bool) -> tuple[str, str, str]:
     unit = column.unit
     if isinstance(value, Amount):
         value, unit = value.value, value.unit

@@ -1,4 +1,4 @@
-"""Computes figures of a published result."""
+"""Computes aggregates of a published result."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from batchinfer.filesystem.duck import connection, parquet, translate_errors
 
 
-def summarise(files: Sequence[Path], figures: Mapping[str, str], spill: Path) -> dict[str, Any]:
+def summarise(files: Sequence[Path], aggregates: Mapping[str, str], spill: Path) -> dict[str, Any]:
     """Compute aggregates over the rows of a result that have an answer, and return their values by name.
 
     Args:
         files: The Parquet files of the result.
-        figures: A DuckDB aggregate by name, such as {"mean": "avg(score)"}, over the columns of the result.
+        aggregates: A DuckDB aggregate by name, such as {"mean": "avg(score)"}, over the columns of the result.
         spill: Folder for data that does not fit into memory.
 
     Raises:
         StorageError: A file cannot be read.
         OutOfMemory: DuckDB exceeded its memory limit.
     """
-    if not figures:
+    if not aggregates:
         return {}
     with connection(spill) as database, translate_errors(files[0].parent):
         database.execute(f"CREATE VIEW answered AS FROM {parquet(files)} WHERE status = 'ok'")
-        columns = ", ".join(f"{sql} AS {name}" for name, sql in figures.items())
+        columns = ", ".join(f"{sql} AS {name}" for name, sql in aggregates.items())
         (row,) = database.execute(f"SELECT {columns} FROM answered").fetchall()
-    return dict(zip(figures, row, strict=True))
+    return dict(zip(aggregates, row, strict=True))
