@@ -40,7 +40,7 @@ class StepTimes:
     Attributes:
         time: Predicts the seconds of a step.
         basis: Origin of the measurements: "runs" (earlier runs), "measured" (`doctor --measure`), "declared" (an
-            assumed share of the peaks), "limit" (the roofline), or "unknown" (no peaks, so the seconds are meaningless).
+            assumed share of the peaks), "limit" (the roofline), or "unknown" (no peaks: the seconds are meaningless).
         runs: Number of earlier runs whose steps were used. 0 unless `basis` is "runs".
     """
 
