@@ -67,12 +67,12 @@ class InputChunk(ABC):
             values: The names of the columns to return, or None for all. A format may return all columns anyway.
         """
 
-    def pack(self) -> tuple[Self, bytes]:
+    def serialize(self) -> tuple[Self, bytes]:
         """Return a copy of the chunk without its large data, and the data. Both are sent to another process."""
         return replace(self, data=b""), self.data
 
-    def unpack(self, data: bytes) -> Self:
-        """Return a copy of the chunk with the data that `pack` removed. The receiving process calls this."""
+    def deserialize(self, data: bytes) -> Self:
+        """Return a copy of the chunk with the data that `serialize` removed. The receiving process calls this."""
         return replace(self, data=data)
 
 
@@ -94,7 +94,7 @@ class RowBatch(InputChunk):
         """Yield the parsed rows from `start` to before `stop`. They have all columns: `values` is ignored."""
         return islice(self.rows, start, stop)
 
-    def pack(self) -> tuple[Self, bytes]:
+    def serialize(self) -> tuple[Self, bytes]:
         """Return a copy of the batch without its Arrow table, and empty bytes: the parsed rows stay in the copy."""
         return replace(self, table=None), b""
 

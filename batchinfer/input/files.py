@@ -10,7 +10,7 @@ from pathlib import Path
 
 from batchinfer.core.errors import InputCorrupt, InputMissing, StorageError
 from batchinfer.filesystem.location import Location
-from batchinfer.input.format_detection import format_of, known_suffixes, named_by, packed_formats
+from batchinfer.input.format_detection import compressible_formats, format_of, known_suffixes, named_by
 from batchinfer.input.input_file import InputFile
 from batchinfer.job.file import not_utf8
 
@@ -50,7 +50,7 @@ def _expand(entry: Location) -> list[Location]:
         if not found:
             raise InputMissing(
                 f"{entry}: no input file in this folder; known suffixes are {known_suffixes()} "
-                f"({packed_formats()})"
+                f"({compressible_formats()})"
             )
         return found
     if entry.exists:

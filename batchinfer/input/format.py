@@ -29,7 +29,7 @@ class Format:
         title: Its name in messages.
         suffixes: The suffixes of its files, in lower case.
         reader: The class that reads the files, as "module:class" in formats/. It is imported when a file is opened.
-        packed: True if the files may be compressed (.gz, .zst).
+        compressible: True if the files may be compressed (.gz, .zst).
         magic: The byte strings that a file of this format can start with. Empty if the format has no signature.
         values_are_text: True if all values of a file are text, as in CSV. Numbers must then be parsed.
     """
@@ -38,13 +38,13 @@ class Format:
     title: str
     suffixes: tuple[str, ...]
     reader: str
-    packed: bool = False
+    compressible: bool = False
     magic: tuple[bytes, ...] = ()
     values_are_text: bool = False
 
     def names(self, name: str) -> bool:
         """Return True if a file with this name has a suffix of this format, possibly followed by `.gz` or `.zst`."""
-        return (unpacked_name(name) if self.packed else name.lower()).endswith(self.suffixes)
+        return (uncompressed_name(name) if self.compressible else name.lower()).endswith(self.suffixes)
 
     def open(self, file: InputFile, options: ReadOptions) -> FormatReader:
         """Return a reader of this format for a file."""
@@ -53,9 +53,9 @@ class Format:
         return reader
 
 
-JSONL = Format("jsonl", "JSON lines", (".jsonl", ".ndjson", ".json"), "jsonl:JsonlReader", packed=True)
+JSONL = Format("jsonl", "JSON lines", (".jsonl", ".ndjson", ".json"), "jsonl:JsonlReader", compressible=True)
 PARQUET = Format("parquet", "Parquet", (".parquet", ".pq"), "parquet:ParquetReader", magic=(b"PAR1",))
-CSV = Format("csv", "CSV", (".csv", *TABS), "csv_table:CsvReader", packed=True, values_are_text=True)
+CSV = Format("csv", "CSV", (".csv", *TABS), "csv_table:CsvReader", compressible=True, values_are_text=True)
 ARROW = Format(
     "arrow",
     "Arrow",
@@ -66,7 +66,7 @@ ARROW = Format(
 FORMATS = (JSONL, PARQUET, CSV, ARROW)
 
 
-def unpacked_name(name: str) -> str:
+def uncompressed_name(name: str) -> str:
     """Return a file name in lower case, and without a suffix of compression (`.gz`, `.zst`, `.zstd`) if it has one."""
     small = name.lower()
     return next((small.removesuffix(ending) for ending in CODECS if small.endswith(ending)), small)

@@ -29,9 +29,9 @@ def all_formats() -> str:
     return ", ".join(f"{one.title} ({', '.join(one.suffixes)})" for one in FORMATS)
 
 
-def packed_formats() -> str:
+def compressible_formats() -> str:
     """Return a text for messages about compressed files: `JSON lines and CSV also with .gz, .zst, .zstd`."""
-    return f"{' and '.join(one.title for one in FORMATS if one.packed)} also with {', '.join(CODECS)}"
+    return f"{' and '.join(one.title for one in FORMATS if one.compressible)} also with {', '.join(CODECS)}"
 
 
 def by_name(name: str) -> Format:

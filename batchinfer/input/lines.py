@@ -11,11 +11,11 @@ import pyarrow as pa
 
 from batchinfer.core.errors import InputCorrupt
 from batchinfer.input.chunk import ChunkSize
+from batchinfer.input.decompression import is_bomb, refuse_bomb
 from batchinfer.input.format import CODECS, MAGIC
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.line_buffer import LineBuffer
 from batchinfer.input.text_encoding import UTF8, UTF16, as_utf8
-from batchinfer.input.unpacked import is_bomb, refuse_bomb
 
 _CHUNK = 1 << 18
 _BOM = b"\xef\xbb\xbf"
@@ -53,7 +53,7 @@ class HashingFile(io.RawIOBase):
         return self._digest.hexdigest()
 
 
-def unpacked_chunks(
+def uncompressed_chunks(
     file: InputFile, raw: BinaryIO, hashing: HashingFile, encoding: str = UTF8
 ) -> Iterator[bytes]:
     """Yield the decompressed text of a file as UTF-8 without a byte order mark, in chunks of about 256 KiB.
@@ -64,13 +64,13 @@ def unpacked_chunks(
         hashing: A HashingFile over `raw`, through which the text is read, so that the whole file is hashed.
         encoding: The encoding of the text in the file.
     """
-    chunks = as_utf8(file.path, _unpacked(file, raw, hashing, encoding), encoding)
+    chunks = as_utf8(file.path, _uncompressed(file, raw, hashing, encoding), encoding)
     head = next(chunks, b"")
     yield head[len(_BOM) :] if head.startswith(_BOM) else head
     yield from chunks
 
 
-def _unpacked(file: InputFile, raw: BinaryIO, hashing: HashingFile, encoding: str) -> Iterator[bytes]:
+def _uncompressed(file: InputFile, raw: BinaryIO, hashing: HashingFile, encoding: str) -> Iterator[bytes]:
     codec = _codec(file.path, raw.read(4))
     raw.seek(0)
     reader = hashing.read if codec is None else _Decompressing(file, hashing, codec)
@@ -84,7 +84,7 @@ def _unpacked(file: InputFile, raw: BinaryIO, hashing: HashingFile, encoding: st
 
 class _Decompressing:
     def __init__(self, file: InputFile, hashing: HashingFile, codec: str) -> None:
-        self._path, self._packed = file.path, file.size
+        self._path, self._compressed = file.path, file.size
         self._codec = codec
         self._produced = 0
         self._stream = pa.CompressedInputStream(pa.PythonFile(hashing, mode="r"), codec)
@@ -98,8 +98,8 @@ class _Decompressing:
                 "the file is truncated or was changed in transfer"
             ) from None
         self._produced += len(data)
-        if is_bomb(self._packed, self._produced):
-            refuse_bomb(self._path, self._packed, self._produced)
+        if is_bomb(self._compressed, self._produced):
+            refuse_bomb(self._path, self._compressed, self._produced)
         return data
 
 

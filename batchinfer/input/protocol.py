@@ -55,7 +55,7 @@ class TextOptions:
 
 
 DEFAULT_TEXT = TextOptions()
-# Per file, the columns whose values are so large that only a few rows may be unpacked at a time
+# Per file, the columns whose values are so large that only a few rows may be expanded at a time
 WideColumns = dict[InputFile, Sequence[str]]
 
 

@@ -12,11 +12,11 @@ import pyarrow as pa
 from batchinfer.core.errors import InputCorrupt
 from batchinfer.core.request import RowError
 from batchinfer.input.chunk import InputChunk
+from batchinfer.input.decompression import expanded_size
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.rows import Values, first_repeated, row_error
-from batchinfer.input.unpacked import unpacked_size
 
-_SLICE_BYTES = 4 << 20  # maximum unpacked size of a chunk with more than one row
+_SLICE_BYTES = 4 << 20  # maximum expanded size of a chunk with more than one row
 
 
 def declared_schema(path: str, schema: pa.Schema) -> pa.Schema:
@@ -97,7 +97,7 @@ def check_same_schema(first: InputFile, schema: pa.Schema, other: InputFile, fou
 
 
 def table_rows(file: str, part: pa.RecordBatch, first: int, bytes_read: int) -> TypedRows:
-    """Return rows of a typed file as a chunk, with dictionaries and views unpacked.
+    """Return rows of a typed file as a chunk, with dictionaries and views expanded.
 
     A row with text that is not UTF-8 becomes an error row when the chunk is parsed.
 
@@ -107,7 +107,7 @@ def table_rows(file: str, part: pa.RecordBatch, first: int, bytes_read: int) -> 
         first: The number of the first row in the file, from 0.
         bytes_read: How far the file has been read at the end of the part, in bytes on disk.
     """
-    table = _unpacked(part)
+    table = _expand(part)
     return TypedRows(file=file, bytes_read=bytes_read, most_rows=table.num_rows, first_row=first, table=table)
 
 
@@ -115,7 +115,7 @@ def table_rows(file: str, part: pa.RecordBatch, first: int, bytes_read: int) -> 
 class TypedRows(InputChunk):
     """A chunk of a typed format (Parquet, Arrow), with its rows in an Arrow table."""
 
-    def pack(self) -> tuple[Self, bytes]:
+    def serialize(self) -> tuple[Self, bytes]:
         """Return a copy of the chunk without its table, and the table as an Arrow stream."""
         if self.table is None:
             raise ValueError("rows that are packed already")
@@ -124,8 +124,8 @@ class TypedRows(InputChunk):
             stream.write_batch(self.table)
         return replace(self, table=None), sink.getvalue().to_pybytes()
 
-    def unpack(self, data: bytes) -> Self:
-        """Return a copy of the chunk with the table from `data`, the Arrow stream that `pack` returned."""
+    def deserialize(self, data: bytes) -> Self:
+        """Return a copy of the chunk with the table from `data`, the Arrow stream that `serialize` returned."""
         with pa.ipc.open_stream(data) as stream:
             return replace(self, table=stream.read_next_batch())
 
@@ -184,10 +184,10 @@ def blank_rows(part: pa.RecordBatch, bad: Collection[int]) -> pa.RecordBatch:
 
 
 def split_batch(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Split a batch into parts of at most 4 MiB when unpacked. A single row may be larger."""
+    """Split a batch into parts of at most 4 MiB when expanded. A single row may be larger."""
     if batch.num_rows == 0:
         return
-    if batch.num_rows == 1 or unpacked_size(batch) <= _SLICE_BYTES:
+    if batch.num_rows == 1 or expanded_size(batch) <= _SLICE_BYTES:
         yield batch
         return
     half = batch.num_rows // 2
@@ -196,13 +196,13 @@ def split_batch(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def join_small_parts(parts: Iterable[pa.RecordBatch], most: int) -> Iterator[pa.RecordBatch]:
-    """Join consecutive small parts to batches of up to `most` rows and 4 MiB when unpacked, and yield the batches.
+    """Join consecutive small parts to batches of up to `most` rows and 4 MiB when expanded, and yield the batches.
 
     A part that is larger is yielded alone.
     """
     held, rows, held_bytes = list[pa.RecordBatch](), 0, 0
     for part in parts:
-        part_bytes = unpacked_size(part)
+        part_bytes = expanded_size(part)
         if held and (rows + part.num_rows > most or held_bytes + part_bytes > _SLICE_BYTES):
             yield _join(held)
             held, rows, held_bytes = [], 0, 0
@@ -213,10 +213,10 @@ def join_small_parts(parts: Iterable[pa.RecordBatch], most: int) -> Iterator[pa.
 
 
 def _join(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    return parts[0] if len(parts) == 1 else pa.concat_batches([_unpacked(one) for one in parts])
+    return parts[0] if len(parts) == 1 else pa.concat_batches([_expand(one) for one in parts])
 
 
-def _unpacked(batch: pa.RecordBatch) -> pa.RecordBatch:
+def _expand(batch: pa.RecordBatch) -> pa.RecordBatch:
     arrays = [_plain_array(column) for column in batch.columns]
     return pa.record_batch(arrays, names=batch.schema.names)
 

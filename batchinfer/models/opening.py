@@ -24,7 +24,7 @@ from batchinfer.models.foreign.checkpoint import (
     describe_in_child,
     inspect_foreign,
 )
-from batchinfer.models.formats.packed_tensor import PackedTensors
+from batchinfer.models.formats.encoded_tensor import EncodedTensors
 from batchinfer.models.gguf.config import config_of
 from batchinfer.models.gguf.tensors import stored_tensors
 
@@ -40,17 +40,17 @@ def inspect_gguf(model: GgufModel) -> Checkpoint:
     """
     known, config = config_of(model)
     spec = parse_config(config, {}, model.path)
-    tensors, packed = stored_tensors(model, known, config)
+    tensors, encoded = stored_tensors(model, known, config)
     prefixes = NamePrefixes(FAMILIES[spec.family].names.base)
     hint = (
         f"{model.name} contains another model than it states, or a version of llama.cpp wrote {known.model_type} "
         "differently; the names are from a Hugging Face checkpoint"
     )
-    shapes = check_tensors(model.path, spec, tensors, PackedTensors({**packed}), prefixes, hint)
+    shapes = check_tensors(model.path, spec, tensors, EncodedTensors({**encoded}), prefixes, hint)
     types = sorted({each.type.name for each in model.tensors.values()} - set(FLOAT_DTYPES))
-    form = next((each.form for each in packed.values() if each.form is not None), None)
+    form = next((each.form for each in encoded.values() if each.form is not None), None)
     notices = dequantisation_notices({" and ".join(types): form} if types else {}, shapes)
-    return Checkpoint(model.path, model.files, tensors, spec, prefixes, packed, shapes, tuple(notices))
+    return Checkpoint(model.path, model.files, tensors, spec, prefixes, encoded, shapes, tuple(notices))
 
 
 def open_checkpoint(path: Path, describe: Describe = describe_in_child) -> StoredModel:

@@ -24,7 +24,7 @@ from batchinfer.models.checkpoint.smoothing import SmoothedWeights
 from batchinfer.models.checkpoint.stored_parts import check_parts
 from batchinfer.models.checkpoint.weights import CheckpointWeights, ReadCount, Weights
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.decoder.packed import pack_weights
+from batchinfer.models.decoder.packed_weights import pack_weights
 from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.opening import open_checkpoint
 from batchinfer.models.ops.choose import Arithmetic, choose_ops

@@ -24,7 +24,7 @@ from batchinfer_kernels.cpu.low_rank import (
     with_added_values,
 )
 from batchinfer_kernels.cpu.memory import HugePages, zeros_in_huge_pages
-from batchinfer_kernels.cpu.packed import (
+from batchinfer_kernels.cpu.packed_weights import (
     KINDS,
     Kind,
     PackedExperts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.cpu.packed import KINDS, PackedExperts, codes_room, is_gated
+from batchinfer_kernels.cpu.packed_weights import KINDS, PackedExperts, codes_room, is_gated
 from batchinfer_kernels.cpu.structures import ExpertsStructure, Weight, address
 from batchinfer_kernels.experts import Choice
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchinfer_kernels.copy_parts import FIELDS
 from batchinfer_kernels.cpu.attention_plan import Items
 from batchinfer_kernels.cpu.low_rank import AdaptedRoom, PackedLowRank, check_adapted_rows
-from batchinfer_kernels.cpu.packed import KINDS, PackedWeight, codes_room
+from batchinfer_kernels.cpu.packed_weights import KINDS, PackedWeight, codes_room
 from batchinfer_kernels.cpu.structures import (
     AdaptedStructure,
     Attention,

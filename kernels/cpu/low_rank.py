@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.cpu.packed import PackedWeight
+from batchinfer_kernels.cpu.packed_weights import PackedWeight
 from batchinfer_kernels.cpu.structures import AdaptedStructure, LowRankStructure, Weight, address
 from batchinfer_kernels.low_rank import AdaptedRows
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchinfer_kernels.cpu.compiled import CompiledOperators
-from batchinfer_kernels.cpu.packed import PackedExperts
+from batchinfer_kernels.cpu.packed_weights import PackedExperts
 from batchinfer_kernels.experts import (
     Choice,
     choose_experts,

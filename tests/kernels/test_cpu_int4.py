@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer_kernels.cost import int4_linear_cost
-from batchinfer_kernels.cpu.packed import Kind
+from batchinfer_kernels.cpu.packed_weights import Kind
 from batchinfer_kernels.int4_linear import int4_linear_reference, quantize_groups
 from tests.examples import examples
 from tests.kernels.cpu_kit import WAYS, operators

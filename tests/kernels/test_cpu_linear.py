@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer_kernels.cpu.compiled import CompiledOperators
-from batchinfer_kernels.cpu.packed import PackedWeight
+from batchinfer_kernels.cpu.packed_weights import PackedWeight
 from batchinfer_kernels.gated_activation import activation_reference, gated_activation_reference
 from batchinfer_kernels.quantized_linear import quantize_weight, quantized_linear_reference
 from batchinfer_kernels.tiles import tile_grant

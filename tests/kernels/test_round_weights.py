@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batchinfer_kernels.cpu.compiled import CompiledOperators
-from batchinfer_kernels.cpu.packed import Kind, PackedWeight
+from batchinfer_kernels.cpu.packed_weights import Kind, PackedWeight
 from batchinfer_kernels.int4_linear import quantize_groups
 from batchinfer_kernels.quantized_linear import quantize_weight
 

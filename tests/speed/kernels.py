@@ -37,7 +37,7 @@ from batchinfer_kernels.cpu.layer import (
     StepPlaces,
 )
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
-from batchinfer_kernels.cpu.packed import Kind, PackedWeight
+from batchinfer_kernels.cpu.packed_weights import Kind, PackedWeight
 from batchinfer_kernels.quantized_linear import quantize_weight
 from tests.suite.section import BenchSection, Part, Result
 from tests.suite.turns import in_turns

@@ -1,7 +1,7 @@
 """Reads Arrow IPC files (.arrow, .feather version 2) and streams (.arrows) one record batch at a time.
 
 A record batch can only be read as a whole, so its size is checked before it is read. A batch is rejected if it needs
-more than half of the available memory, or unpacks to a thousand times its size. A file is read as the stream that it
+more than half of the available memory, or expands to a thousand times its size. A file is read as the stream that it
 contains, and the number of batches must equal the number in its footer.
 """
 
@@ -17,11 +17,11 @@ import pyarrow.compute as pc
 from batchinfer.core.errors import InputCorrupt, OutOfMemory, StorageError
 from batchinfer.filesystem.durable import sha256_of
 from batchinfer.input.chunk import InputChunk
+from batchinfer.input.decompression import BombGuard, refuse_bomb
 from batchinfer.input.formats.ipc_sizes import BadMessage, batch_sizes
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.protocol import BATCH_ROWS, ReadOptions
 from batchinfer.input.typed_rows import declared_schema, split_batch, table_rows
-from batchinfer.input.unpacked import BombGuard, refuse_bomb
 from batchinfer.machine.memory import available_memory
 
 _MAGIC = b"ARROW1"
@@ -101,9 +101,9 @@ class ArrowReader:
     def _check_sizes(self, raw: BinaryIO) -> None:
         start, allowed, in_all = raw.tell(), available_memory() // _SHARE, 0
         with self._named_damage("not an Arrow file or stream, or cut short"):
-            for number, (packed, unpacked) in enumerate(batch_sizes(raw)):
-                self._check_size(number, packed, unpacked, allowed)
-                in_all += unpacked
+            for number, (compressed, uncompressed) in enumerate(batch_sizes(raw)):
+                self._check_size(number, compressed, uncompressed, allowed)
+                in_all += uncompressed
         refuse_bomb(self._file.path, self._file.size, in_all)
         raw.seek(start)
 
@@ -119,11 +119,11 @@ class ArrowReader:
                         guard.add(part)
         raw.seek(start)
 
-    def _check_size(self, number: int, packed: int, unpacked: int, allowed: int) -> None:
-        refuse_bomb(f"{self._file.path}: record batch {number}", packed, unpacked)
-        if unpacked > allowed:
+    def _check_size(self, number: int, compressed: int, uncompressed: int, allowed: int) -> None:
+        refuse_bomb(f"{self._file.path}: record batch {number}", compressed, uncompressed)
+        if uncompressed > allowed:
             raise OutOfMemory(
-                f"{self._file.path}: record batch {number} takes {unpacked / 2**30:.2f} GiB of memory at once and "
+                f"{self._file.path}: record batch {number} takes {uncompressed / 2**30:.2f} GiB of memory at once and "
                 f"{allowed / 2**30:.2f} GiB (half of the available memory) may be used; write smaller batches "
                 "(pyarrow: write_table(table, max_chunksize=10000)), or as Parquet"
             )

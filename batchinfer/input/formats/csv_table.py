@@ -16,12 +16,12 @@ import pyarrow as pa
 from batchinfer.core.errors import InputCorrupt, StorageError
 from batchinfer.core.request import RowError
 from batchinfer.input.chunk import InputChunk
-from batchinfer.input.format import TABS, unpacked_name
+from batchinfer.input.format import TABS, uncompressed_name
 from batchinfer.input.formats.csv_dialect import CsvDialect, detect_delimiter
 from batchinfer.input.formats.csv_records import CsvRecords, Found
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.line_buffer import LineBuffer
-from batchinfer.input.lines import HashingFile, WholeLines, unpacked_chunks
+from batchinfer.input.lines import HashingFile, WholeLines, uncompressed_chunks
 from batchinfer.input.protocol import ReadOptions
 from batchinfer.input.rows import RowProblem, Values, first_repeated, row_error
 from batchinfer.input.text_encoding import decode_record
@@ -64,7 +64,7 @@ class CsvReader:
         try:
             with self._file.location.open() as raw:
                 hashing = HashingFile(raw)
-                chunks = unpacked_chunks(self._file, raw, hashing, self._text.encoding)
+                chunks = uncompressed_chunks(self._file, raw, hashing, self._text.encoding)
                 head = WholeLines(chunks, self._options.sample_bytes)
                 lines = LineBuffer(iter(head))
                 if _skip_blank(lines, self._text.max_line_bytes + 1):
@@ -80,7 +80,7 @@ class CsvReader:
 
     def _dialect(self, lines: LineBuffer) -> CsvDialect:
         quote, delimiter = self._text.quote, self._text.delimiter
-        if delimiter is None and unpacked_name(self._file.path).endswith(TABS):
+        if delimiter is None and uncompressed_name(self._file.path).endswith(TABS):
             delimiter = "\t"
         end = lines.line_end(self._text.max_line_bytes + 1)
         header = b"" if end is None or end < 0 else lines.peek(end)

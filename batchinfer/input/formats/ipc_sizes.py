@@ -1,4 +1,4 @@
-"""Reads the sizes of the record batches of an Arrow IPC stream from their headers, before anything is unpacked.
+"""Reads the sizes of the record batches of an Arrow IPC stream from their headers, before anything is decompressed.
 
 A message is: 0xFFFFFFFF, the length of its header, the header (a FlatBuffer), the body. These fields are read:
 
@@ -6,9 +6,9 @@ A message is: 0xFFFFFFFF, the length of its header, the header (a FlatBuffer), t
     RecordBatch {length: i64, nodes: [FieldNode], buffers: [{offset: i64, length: i64}], compression: table}
     DictionaryBatch {id: i64, data: RecordBatch}
 
-A compressed buffer begins with its unpacked length (i64; -1: the buffer is not compressed).
+A compressed buffer begins with its uncompressed length (i64; -1: the buffer is not compressed).
 
-pyarrow unpacks a batch before it returns its size, so it cannot do this check. A memory limit on the process would
+pyarrow decompresses a batch before it returns its size, so it cannot do this check. A memory limit on the process would
 not do either: it would end the run instead of rejecting one file by name.
 """
 
@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from batchinfer.input.unpacked import ROW_BYTES
+from batchinfer.input.decompression import ROW_BYTES
 
 _CONTINUED = 0xFFFFFFFF
 _DICTIONARY, _RECORDS = 2, 3  # values of header_type
@@ -31,9 +31,9 @@ class BadMessage(Exception):
 
 
 def batch_sizes(raw: BinaryIO) -> Iterator[tuple[int, int]]:
-    """Yield the sizes of each record batch and dictionary batch of an Arrow stream, as (stored bytes, unpacked bytes).
+    """Yield the sizes of each record batch and dictionary batch of a stream, as (stored bytes, uncompressed bytes).
 
-    Only the headers of the batches are read, so a decompression bomb can be detected before it unpacks.
+    Only the headers of the batches are read, so a decompression bomb can be detected before it is decompressed.
 
     Raises:
         BadMessage: The stream is damaged.
@@ -45,14 +45,14 @@ def batch_sizes(raw: BinaryIO) -> Iterator[tuple[int, int]]:
             message = header.root()
             body = header.number(message, 3, "<q")
             holds = header.number(message, 1, "<B")
-            packed, unpacked = _sizes(raw, header, message, holds)
+            compressed, uncompressed = _sizes(raw, header, message, holds)
         except (struct.error, IndexError, ValueError) as error:
             raise BadMessage(f"a message's header is damaged: {error}") from None
         start = raw.tell()
         if body < 0 or start + body > end:
             raise BadMessage(f"a message of {body} bytes, but only {end - start} bytes follow")
         if holds in (_DICTIONARY, _RECORDS):
-            yield packed, max(unpacked, body)
+            yield compressed, max(uncompressed, body)
         raw.seek(start + body)
 
 
@@ -83,14 +83,14 @@ def _sizes(raw: BinaryIO, header: _Flat, message: int, holds: int) -> tuple[int,
     batch = header.table(message, 2)
     if holds == _DICTIONARY:
         batch = header.table(batch, 1)
-    compressed = header.place(batch, 3) is not None
+    has_compression = header.place(batch, 3) is not None
     rows = header.number(batch, 0, "<q")
-    start, packed, unpacked = raw.tell(), 0, 0
+    start, compressed, uncompressed = raw.tell(), 0, 0
     for offset, length in header.pairs(batch, 2):
-        packed += length
-        unpacked += _declared(raw, start + offset, length) if compressed and length else length
+        compressed += length
+        uncompressed += _declared(raw, start + offset, length) if has_compression and length else length
     raw.seek(start)
-    return packed, max(unpacked, rows * ROW_BYTES)
+    return compressed, max(uncompressed, rows * ROW_BYTES)
 
 
 def _declared(raw: BinaryIO, at: int, length: int) -> int:

@@ -13,7 +13,7 @@ from batchinfer.input.chunk import InputChunk
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.json_text import parse_row
 from batchinfer.input.line_buffer import LineBuffer
-from batchinfer.input.lines import HashingFile, WholeLines, line_blocks, unpacked_chunks
+from batchinfer.input.lines import HashingFile, WholeLines, line_blocks, uncompressed_chunks
 from batchinfer.input.protocol import ReadOptions
 from batchinfer.input.rows import RowProblem, Values, row_error
 
@@ -47,7 +47,7 @@ class JsonlReader:
         try:
             with self._file.location.open() as raw:
                 hashing = HashingFile(raw)
-                chunks = unpacked_chunks(self._file, raw, hashing, self._text.encoding)
+                chunks = uncompressed_chunks(self._file, raw, hashing, self._text.encoding)
                 head = WholeLines(chunks, self._options.sample_bytes)
                 yield from self._chunks(LineBuffer(iter(head)), hashing)
                 self.sha256 = "" if head.truncated else hashing.hexdigest()

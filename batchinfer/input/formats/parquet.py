@@ -11,6 +11,14 @@ import pyarrow.parquet as pq
 from batchinfer.core.errors import InputCorrupt, StorageError
 from batchinfer.filesystem.durable import sha256_of, storage
 from batchinfer.input.chunk import InputChunk
+from batchinfer.input.decompression import (
+    ROW_BYTES,
+    BombGuard,
+    fixed_width,
+    is_bomb,
+    longest_value,
+    refuse_bomb,
+)
 from batchinfer.input.formats.parquet_dictionaries import (
     WIDE_DICTIONARY,
     DoubtfulColumns,
@@ -26,18 +34,10 @@ from batchinfer.input.typed_rows import (
     split_batch,
     table_rows,
 )
-from batchinfer.input.unpacked import (
-    ROW_BYTES,
-    BombGuard,
-    fixed_width,
-    is_bomb,
-    longest_value,
-    refuse_bomb,
-)
 
 _WIDEST = 16 << 20  # maximum bytes of a fixed-size value
 _BATCH_BYTES = 64 << 20  # maximum bytes of the fixed-size values of a batch
-_VALUE_BYTES = 8  # minimum unpacked size of a list element: its levels and its dictionary index
+_VALUE_BYTES = 8  # minimum uncompressed size of a list element: its levels and its dictionary index
 
 
 class ParquetReader:
@@ -152,10 +152,10 @@ class ParquetReader:
             refuse_bomb(path, self._file.size, metadata.num_rows * row)
         values = 0
         for chunk in chunks:
-            packed = max(chunk.packed, 1)
-            if is_bomb(packed, chunk.unpacked):
+            compressed = max(chunk.compressed, 1)
+            if is_bomb(compressed, chunk.uncompressed):
                 place = f"{path}: row group {chunk.group}, column {metadata.schema.column(chunk.column).path}"
-                refuse_bomb(place, packed, chunk.unpacked)
+                refuse_bomb(place, compressed, chunk.uncompressed)
             values += chunk.values * _VALUE_BYTES
         if self._file.name != QUERY:
             refuse_bomb(path, self._file.size * max(1, metadata.num_columns), values)

@@ -1,4 +1,4 @@
-"""Finds the dictionary-encoded columns of a Parquet file that may unpack to much more than their stored size.
+"""Finds the dictionary-encoded columns of a Parquet file that may expand to much more than their stored size.
 
 The footer has the size of a column chunk, but not the length of the longest dictionary value. That is in the first
 page of the chunk, so it can be found without reading the rows.
@@ -14,9 +14,9 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchinfer.input.decompression import is_bomb, longest_value
 from batchinfer.input.formats.parquet_footer import BYTE_ARRAY, ColumnChunk, dictionary_values
 from batchinfer.input.protocol import BATCH_ROWS
-from batchinfer.input.unpacked import is_bomb, longest_value
 
 WIDE_DICTIONARY = 128 << 10  # a dictionary value of this size, repeated in 512 rows, is 64 MiB
 _BATCH_BYTES = 64 << 20
@@ -30,13 +30,13 @@ OpenWithDictionaries = Callable[[Sequence[str]], pq.ParquetFile]
 
 @dataclass(frozen=True, slots=True)
 class DoubtfulColumns:
-    """The columns of a Parquet file whose unpacked size is only known after reading their values.
+    """The columns of a Parquet file whose uncompressed size is only known after reading their values.
 
     A dictionary value is stored once, but takes memory in each row that repeats it.
 
     Args:
         wide: The names of top-level columns that may have very large values.
-        shared: The paths of columns that may unpack to far more than the file's size.
+        shared: The paths of columns that may expand to far more than the file's size.
         rows_at_once: The number of rows to read at a time while values are still dictionary-encoded.
     """
 
@@ -52,7 +52,7 @@ def doubtful_columns(
     raw: BinaryIO,
     opened: OpenWithDictionaries,
 ) -> DoubtfulColumns:
-    """Find the columns that may unpack to a dangerous size, by the footer and the longest dictionary values.
+    """Find the columns that may expand to a dangerous size, by the footer and the longest dictionary values.
 
     Args:
         footer: The open Parquet file.
@@ -63,17 +63,17 @@ def doubtful_columns(
     """
     paths = [footer.metadata.schema.column(at).path for at in range(footer.metadata.num_columns)]
     own = [(chunk, paths[chunk.column]) for chunk in chunks if chunk.kind == BYTE_ARRAY and chunk.dictionary]
-    sizes = [chunk.unpacked for chunk, _ in own]
+    sizes = [chunk.uncompressed for chunk, _ in own]
     wide, shared = _classify(own, sizes, size)
     if wide or shared:
         inside = opened(sorted(wide | shared))
         names = (wide | shared) & {*footer.schema_arrow.names}
-        sizes = [_longest(raw, inside, *one) if one[1] in names else one[0].unpacked for one in own]
+        sizes = [_longest(raw, inside, *one) if one[1] in names else one[0].uncompressed for one in own]
         wide, shared = _classify(own, sizes, size)
     rows = [max(1, footer.metadata.row_group(chunk.group).num_rows) for chunk, _ in own]
     widest = (
         max(
-            (chunk.unpacked + _INDEX_BYTES * chunk.values) // count
+            (chunk.uncompressed + _INDEX_BYTES * chunk.values) // count
             for (chunk, _), count in zip(own, rows, strict=True)
         )
         if own
@@ -90,7 +90,7 @@ def _classify(
     for (chunk, name), value in zip(chunks, longest, strict=True):
         if value > WIDE_DICTIONARY:
             wide.add(name)
-        most[name] = most.get(name, 0) + value * chunk.values + chunk.unpacked
+        most[name] = most.get(name, 0) + value * chunk.values + chunk.uncompressed
     return wide, {name for name, bytes_ in most.items() if is_bomb(size, bytes_)}
 
 
@@ -100,7 +100,7 @@ def _longest(raw: BinaryIO, file: pq.ParquetFile, chunk: ColumnChunk, name: str)
     # read, and neither counts.
     values = dictionary_values(raw, chunk)
     if values is None or values < 2:
-        return chunk.unpacked
+        return chunk.uncompressed
     try:
         for batch in islice(_rows(file, chunk, name), _FIRST_ROWS):
             if batch.num_columns > 1:
@@ -109,8 +109,8 @@ def _longest(raw: BinaryIO, file: pq.ParquetFile, chunk: ColumnChunk, name: str)
             if pa.types.is_dictionary(column.type) and len(column.dictionary) == values:
                 return longest_value(column)
     except (pa.ArrowException, OSError):
-        return chunk.unpacked  # the damage is reported when the rows are read
-    return chunk.unpacked
+        return chunk.uncompressed  # the damage is reported when the rows are read
+    return chunk.uncompressed
 
 
 def _rows(file: pq.ParquetFile, chunk: ColumnChunk, name: str) -> Iterator[pa.RecordBatch]:

@@ -41,8 +41,8 @@ class ColumnChunk:
         kind: The physical type of its values: the number in Parquet's enum `Type`.
         dictionary: True if values are dictionary-encoded.
         values: The number of values.
-        unpacked: The uncompressed size in bytes.
-        packed: The compressed size in bytes.
+        uncompressed: The uncompressed size in bytes.
+        compressed: The compressed size in bytes.
         start: The position of its first page in the file.
     """
 
@@ -51,8 +51,8 @@ class ColumnChunk:
     kind: int
     dictionary: bool
     values: int
-    unpacked: int
-    packed: int
+    uncompressed: int
+    compressed: int
     start: int
 
 

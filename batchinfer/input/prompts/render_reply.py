@@ -41,7 +41,7 @@ class BadReply(Exception):
     """Raised for a malformed reply of a render worker, for example if a template has corrupted the process."""
 
 
-def pack_reply(done: PreparedRows) -> bytes:
+def serialize_reply(done: PreparedRows) -> bytes:
     """Serialise the prepared rows of a chunk, as the reply of a render worker to its parent process."""
     prompts, facts = done.prompts, done.facts
     head = {
@@ -66,7 +66,7 @@ def pack_reply(done: PreparedRows) -> bytes:
     for rung in prompts.rungs:
         parts += [(rung.params_of + 1).tobytes(), rung.max_tokens.tobytes(), rung.keys]
     for column in _text_columns(facts):
-        parts += _packed_texts(column)
+        parts += _encode_texts(column)
     more = prompts.further
     numbers = (prompts.samples, prompts.dimensions, more.rows, more.counts, more.tokens)
     parts += [b"" if one is None else one.tobytes() for one in numbers]
@@ -74,7 +74,7 @@ def pack_reply(done: PreparedRows) -> bytes:
     return b"".join(piece for part in parts for piece in (len(part).to_bytes(_SIZE, "little"), part))
 
 
-def pack_failure(message: str) -> bytes:
+def serialize_failure(message: str) -> bytes:
     """Serialise the reply of a render worker that cannot prepare rows. `message` is the reason."""
     text = json.dumps({_FAILED: message}).encode()
     return len(text).to_bytes(_SIZE, "little") + text
@@ -87,7 +87,7 @@ def _text_columns(facts: RowFacts) -> Iterator[pa.StringArray]:
     yield from facts.carried
 
 
-def _packed_texts(column: pa.StringArray) -> list[bytes]:
+def _encode_texts(column: pa.StringArray) -> list[bytes]:
     valid = np.asarray(column.is_valid()).astype(np.uint8)
     if not len(column):
         return [b"", b"", b""]
@@ -97,7 +97,7 @@ def _packed_texts(column: pa.StringArray) -> list[bytes]:
     return [valid.tobytes(), (ends - ends[0]).astype(np.int32).tobytes(), texts]
 
 
-def unpack_reply(
+def parse_reply(
     data: bytes, fields: RowFields, vocab_size: int, rungs: int = 0, *, reused: bool = False
 ) -> PreparedRows:
     """Check the reply of a render worker, and return the prepared rows that it contains.

@@ -24,7 +24,7 @@ from batchinfer.input.prompts.builder import PromptPlan
 from batchinfer.input.prompts.prepare import BULK, Limits, Preparer
 from batchinfer.input.prompts.prepared.rows import PreparedRows
 from batchinfer.input.prompts.render_pieces import RowPieces
-from batchinfer.input.prompts.render_reply import BadReply, pack_failure, pack_reply, unpack_reply
+from batchinfer.input.prompts.render_reply import BadReply, parse_reply, serialize_failure, serialize_reply
 from batchinfer.input.prompts.row_facts import RowFields
 from batchinfer.input.prompts.shared_file import BULK_AT, put, shared_file, take
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ class RenderWorker:
 
     def submit(self, chunk: InputChunk, rows: int) -> None:
         """Let the process prepare at most `rows` rows of a chunk. The process must be idle or starting."""
-        self._header, self._data = chunk.pack()
+        self._header, self._data = chunk.serialize()
         self._pieces = RowPieces(rows, self._spec.fields)
         self._lost, self._renewed = 0, False
         if self._ready:
@@ -210,7 +210,7 @@ class RenderWorker:
             raise BadReply(f"{size} bytes are more than such a process may have")
         spec = self._spec
         vocab, rungs = spec.limits.vocab_size, len(spec.plan.ladder)
-        reply = unpack_reply(take(self._shared, size), spec.fields, vocab, rungs)
+        reply = parse_reply(take(self._shared, size), spec.fields, vocab, rungs)
         if not pieces.fits(len(reply)):
             raise BadReply(f"{len(reply)} rows for {len(pieces.present)}")
         return reply
@@ -293,10 +293,10 @@ def serve(spec: RenderSpec, shared: int, definition: int, pipe: Connection[Any, 
         except EOFError:
             return
         try:
-            reply = pack_reply(preparer.prepare(header.unpack(take(shared, size)), piece))
+            reply = serialize_reply(preparer.prepare(header.deserialize(take(shared, size)), piece))
             put(shared, reply)
         except Unavailable as error:  # a process cannot start, or the reply does not fit
-            reply = pack_failure(str(error))
+            reply = serialize_failure(str(error))
             put(shared, reply)
         pipe.send_bytes(len(reply).to_bytes(_SIZE, "little"))
 

@@ -50,7 +50,7 @@ class CalibratedFolder:
         self._folder, self._checkpoint, self._group = folder, checkpoint, group
         self._factors: dict[str, Tensor] | None = {} if marks else None
         self._files: dict[str, str] = {}  # tensor → file
-        self._packed: set[str] = set()  # names of weights that are now quantised
+        self._quantised: set[str] = set()  # names of weights that are now quantised
         self._matrices: set[str] = set()
         self._bytes, self._count = 0, len(checkpoint.spec.layers) + len(checkpoint.files)
 
@@ -72,11 +72,11 @@ class CalibratedFolder:
     def _new_tensors(
         self, layer: RoundedLayer, names: Mapping[str, StoredParameter]
     ) -> Iterator[tuple[str, Tensor]]:
-        packed = [linear for linear in layer.spec.linears if linear.stored]
+        quantised = [linear for linear in layer.spec.linears if linear.stored]
         codes, scales = (
             _by_tensor(
                 names,
-                (part for linear in packed for part in _parts(linear, layer.weights[linear.name + end])),
+                (part for linear in quantised for part in _parts(linear, layer.weights[linear.name + end])),
             )
             for end in ("", SCALES)
         )
@@ -85,7 +85,7 @@ class CalibratedFolder:
             if tensor not in codes:
                 yield tensor, _fill(stored.clone(), plain[tensor])
                 continue
-            self._packed.add(tensor)
+            self._quantised.add(tensor)
             module, lines = tensor.removesuffix(WEIGHT), stored.shape[0]
             words = int4_words(_fill(torch.zeros(stored.shape, dtype=torch.int8), codes[tensor]))
             steps = _fill(torch.zeros(lines, stored.shape[1] // self._group), scales[tensor])
@@ -107,7 +107,7 @@ class CalibratedFolder:
         Raises:
             OSError: Writing failed.
         """
-        changed = self._packed | set(self._files)
+        changed = self._quantised | set(self._files)
         spec, prefixes = self._checkpoint.spec, self._checkpoint.prefixes
         # The head is included even if it is tied and not stored, and also by the name that transformers gives it
         ignored = {table_names(spec, prefixes)[HEAD].tensor.removesuffix(WEIGHT), "lm_head"}

@@ -13,7 +13,7 @@ from batchinfer.models.calibration.sample import LayerRun, SampledStep
 from batchinfer.models.checkpoint.weights import Tables, Weights
 from batchinfer.models.decoder.block import build_layer, pack_layer
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.decoder.packed import PackedWeights
+from batchinfer.models.decoder.packed_weights import PackedWeights
 from batchinfer.models.decoder.positions import distance_table, rope_table
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.spec.spec import ModelSpec

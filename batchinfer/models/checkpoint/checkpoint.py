@@ -35,8 +35,8 @@ from batchinfer.models.files.weight_files import (
     listed,
     read_weight_files,
 )
-from batchinfer.models.formats.packed_tensor import PackedTensor, PackedTensors
-from batchinfer.models.formats.registry import packed_tensors, stored_format
+from batchinfer.models.formats.encoded_tensor import EncodedTensor, EncodedTensors
+from batchinfer.models.formats.registry import find_encoded_tensors, stored_format
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import EMBEDDING, HEAD, Shape
 from batchinfer.models.spec.spec import LayerSpec, ModelSpec
@@ -62,7 +62,7 @@ class Checkpoint(WeightFiles):
     Args:
         spec: The model that the checkpoint contains.
         prefixes: The prefixes of the names of its tensors.
-        packed: The weights that are stored in a quantised or sparse format, by name of the weight.
+        encoded: The weights that are stored in a quantised or sparse format, by name of the weight.
         shapes: The shapes of all weights after dequantisation, by name.
         notices: Messages for the user before the run.
         modelling: The name of the program whose code computes the model.
@@ -70,7 +70,7 @@ class Checkpoint(WeightFiles):
 
     spec: ModelSpec
     prefixes: NamePrefixes
-    packed: Mapping[str, PackedTensor]
+    encoded: Mapping[str, EncodedTensor]
     shapes: Mapping[str, Shape]
     notices: tuple[str, ...] = ()
 
@@ -100,12 +100,12 @@ class Checkpoint(WeightFiles):
         Raises:
             JobFileError: The checkpoint states that it is symmetric, but its zero points are not.
         """
-        return misread_before(self.path, self.packed, self.tensors, cache)
+        return misread_before(self.path, self.encoded, self.tensors, cache)
 
     @property
     def plain(self) -> bool:
         """Return True if all weights are stored as floats, neither quantised nor sparse."""
-        return all(each.plain for each in self.packed.values())
+        return all(each.plain for each in self.encoded.values())
 
     @property
     def stored_quantization(self) -> Quantization:
@@ -170,14 +170,14 @@ class Checkpoint(WeightFiles):
             stored: Where the parameter is stored.
             whole: If True, a parameter that is only a part of a tensor must be dequantised.
         """
-        packed, part = self.packed.get(stored.tensor), stored.part
-        if packed is None or stored.rows:
+        encoded, part = self.encoded.get(stored.tensor), stored.part
+        if encoded is None or stored.rows:
             return None
-        if packed.transposed:  # quantised values are stored output by output in each matrix
-            return packed.form if part is not None and part.transposed and part.index is not None else None
+        if encoded.transposed:  # quantised values are stored output by output in each matrix
+            return encoded.form if part is not None and part.transposed and part.index is not None else None
         if part is not None and (whole or part.index is not None or part.transposed):
             return None
-        return packed.form
+        return encoded.form
 
     @property
     def dtype(self) -> Dtype:
@@ -251,20 +251,20 @@ def inspect_checkpoint(path: Path) -> Checkpoint:
         if name in placed
         or not (ignores(spec.family, name) or name.startswith(unused) or (whole and whole.part_of(name)))
     }
-    packed = packed_tensors(stored_format(stated, []), tensors)
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in packed.unused}
+    encoded = find_encoded_tensors(stored_format(stated, []), tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in encoded.unused}
     hint = f"config.json describes another model than the weights, or another family than {spec.family}"
-    shapes = check_tensors(folder.path, spec, tensors, packed, prefixes, hint)
+    shapes = check_tensors(folder.path, spec, tensors, encoded, prefixes, hint)
     notices = (
         *([_text_only(whole, files.tensors)] if whole else ()),
         *dequantisation_notices(
-            {each.format: each.form for each in packed.found.values() if each.quantized}, shapes
+            {each.format: each.form for each in encoded.found.values() if each.quantized}, shapes
         ),
-        *_sparse_notices(packed.found.values(), shapes),
-        *packed.notices,
+        *_sparse_notices(encoded.found.values(), shapes),
+        *encoded.notices,
         *folder.unused_code,
     )
-    return Checkpoint(folder.path, files.files, tensors, spec, prefixes, packed.found, shapes, notices)
+    return Checkpoint(folder.path, files.files, tensors, spec, prefixes, encoded.found, shapes, notices)
 
 
 def dequantisation_notices(
@@ -283,8 +283,8 @@ def dequantisation_notices(
         yield f"{text}; model.quantization: stored leaves them in 4 bits" if kept else text
 
 
-def _sparse_notices(packed: Iterable[PackedTensor], shapes: Mapping[str, Shape]) -> Iterator[str]:
-    for name in sorted({each.format for each in packed if not (each.quantized or each.plain)}):
+def _sparse_notices(encoded: Iterable[EncodedTensor], shapes: Mapping[str, Shape]) -> Iterator[str]:
+    for name in sorted({each.format for each in encoded if not (each.quantized or each.plain)}):
         yield f"{name} are filled up with zeros when they are loaded: {_all_take(shapes)}"
 
 
@@ -324,7 +324,7 @@ def check_tensors(
     path: Path,
     spec: ModelSpec,
     tensors: Mapping[str, StoredTensor],
-    packed: PackedTensors,
+    encoded: EncodedTensors,
     prefixes: NamePrefixes,
     hint: str,
 ) -> dict[str, Shape]:
@@ -334,17 +334,17 @@ def check_tensors(
         path: The checkpoint, for messages.
         spec: The model.
         tensors: The stored tensors by name.
-        packed: The quantised or sparse weights among them.
+        encoded: The quantised or sparse weights among them.
         prefixes: The prefixes of the names of stored tensors.
         hint: Advice at the end of the error message.
 
     Raises:
         JobFileError: Tensors are missing, unexpected, of a wrong shape, or not float.
     """
-    expected, found = expected_shapes(spec, prefixes), dict(packed.unpacked_shapes(tensors))
-    stored = packed.stored
+    expected, found = expected_shapes(spec, prefixes), dict(encoded.decoded_shapes(tensors))
+    stored = encoded.stored
     messages = [
-        *packed.mistake_lines,
+        *encoded.mistake_lines,
         *_mistakes("missing tensors", _missing(spec, expected, found, prefixes)),
         *_mistakes("unexpected tensors", [name for name in found if name not in expected]),
         *_mistakes("tensors of a wrong shape", [

@@ -89,7 +89,7 @@ def segment_of(tensors: Mapping[str, StoredTensor], part: StoredPart) -> FileSeg
         or this rank does not read them.
     """
     stored = part.stored
-    if stored.rows or part.packed is not None or part.elsewhere:
+    if stored.rows or part.encoded is not None or part.elsewhere:
         return None
     tensor = tensors[stored.tensor]
     info, own = tensor.info, stored.part

@@ -1,4 +1,4 @@
-"""Reads a checkpoint's next layers into the page cache while a layer is packed. No torch."""
+"""Reads a checkpoint's next layers into the page cache while a layer is encoded. No torch."""
 
 from __future__ import annotations
 

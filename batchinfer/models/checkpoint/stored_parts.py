@@ -12,7 +12,7 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.tensor_names import StoredParameter, layer_names, table_names
 from batchinfer.models.families.family import Part
 from batchinfer.models.files.safetensors_header import TensorInfo
-from batchinfer.models.formats.packed_tensor import ALL, PackedTensor, Shape, Slices, Span
+from batchinfer.models.formats.encoded_tensor import ALL, EncodedTensor, Shape, Slices, Span
 from batchinfer.models.parallel.shard import ModelShard, ParameterShard, shard_layer, shard_table
 from batchinfer.models.parallel.shard_spec import shard_spec
 from batchinfer.models.spec.parameters import EMBEDDING, HEAD, table_parameters
@@ -26,13 +26,13 @@ class StoredPart:
 
     Args:
         stored: The tensor that contains the parameter. Its `part` selects the parameter from the values that are read.
-        packed: The quantised or sparse format of the tensor. None: it is stored as floats.
+        encoded: The quantised or sparse format of the tensor. None: it is stored as floats.
         slices: The slices to read of each stored tensor, by name. Tensors without an entry are read completely.
         elsewhere: If True, another rank has the values, and this rank uses zeros.
     """
 
     stored: StoredParameter
-    packed: PackedTensor | None = None
+    encoded: EncodedTensor | None = None
     slices: Slices = field(default_factory=dict)
     elsewhere: bool = False
 
@@ -50,7 +50,7 @@ class StoredPart:
         """Return the names of the stored tensors to read, such as quantised values and scales."""
         if self.stored.rows:
             return self.stored.rows
-        return (self.stored.tensor,) if self.packed is None else self.packed.stored
+        return (self.stored.tensor,) if self.encoded is None else self.encoded.stored
 
 
 class StoredParts:
@@ -128,20 +128,20 @@ def stored_part(checkpoint: Checkpoint, stored: StoredParameter, shard: Paramete
     Raises:
         CannotSplit: The stored tensors cannot be sliced like this.
     """
-    packed = checkpoint.packed.get(stored.tensor)
+    encoded = checkpoint.encoded.get(stored.tensor)
     if shard is None or (shard.is_whole and stored.part is None):
-        return StoredPart(stored, packed)
-    first = stored.tensor if packed is None else packed.stored[0]
+        return StoredPart(stored, encoded)
+    first = stored.tensor if encoded is None else encoded.stored[0]
     if checkpoint.tensors[first].file.suffix == GGUF:
         raise CannotSplit("tensors of a GGUF file are read as a whole, and cannot be sharded among ranks")
     try:
-        return replace(_slice(checkpoint, stored, packed, shard), elsewhere=shard.elsewhere)
+        return replace(_slice(checkpoint, stored, encoded, shard), elsewhere=shard.elsewhere)
     except CannotSplit as error:
         raise CannotSplit(f"{stored.tensor}: {error}") from None
 
 
 def _slice(
-    checkpoint: Checkpoint, stored: StoredParameter, packed: PackedTensor | None, shard: ParameterShard
+    checkpoint: Checkpoint, stored: StoredParameter, encoded: EncodedTensor | None, shard: ParameterShard
 ) -> StoredPart:
     if stored.rows:
         rows = stored.rows if shard.outputs is None else stored.rows[slice(*shard.outputs)]
@@ -150,10 +150,10 @@ def _slice(
     part, outputs = _slice_outputs(stored.part, shard.outputs)
     found = replace(stored, part=part)
     transposed = stored.part is not None and stored.part.transposed
-    if packed is not None:
-        turned = transposed and not packed.transposed
-        both = _spans(packed.shape[-2:], packed.transposed, turned, outputs, shard.inputs)
-        own, slices = packed.slice(*both, stored.index)
+    if encoded is not None:
+        turned = transposed and not encoded.transposed
+        both = _spans(encoded.shape[-2:], encoded.transposed, turned, outputs, shard.inputs)
+        own, slices = encoded.slice(*both, stored.index)
         return StoredPart(found, own, slices)
     first = () if stored.index is None else (slice(stored.index, stored.index + 1),)
     sizes = checkpoint.tensors[stored.tensor].info.shape[len(first) :]

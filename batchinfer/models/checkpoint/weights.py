@@ -28,8 +28,8 @@ from batchinfer.models.checkpoint.stored_parts import (
 from batchinfer.models.checkpoint.tensor_names import StoredParameter
 from batchinfer.models.families.family import Part
 from batchinfer.models.files.weight_files import StoredTensor
+from batchinfer.models.formats.encoded_tensor import Codes, Slices
 from batchinfer.models.formats.gguf import read_stored
-from batchinfer.models.formats.packed_tensor import Codes, Slices
 from batchinfer.models.parallel.shard import WHOLE_MODEL, ModelShard
 from batchinfer.models.spec.parameters import (
     BIAS,
@@ -341,11 +341,11 @@ class _OpenFiles:
 
     def coded(self, part: StoredPart) -> StoredCodes:
         """Read a parameter that stays quantised: its quantised values, scales and zero points."""
-        stored, packed = part.stored, part.packed
-        assert packed is not None, "keep_quantized names packed tensors"
+        stored, encoded = part.stored, part.encoded
+        assert encoded is not None, "keep_quantized names encoded tensors"
         if self._last_codes is None or self._last_codes[0] != part.key:
-            self._last_codes = part.key, packed.codes(partial(self._read, slices=part.slices), stored.index)
-        codes, form = self._last_codes[1], packed.form
+            self._last_codes = part.key, encoded.codes(partial(self._read, slices=part.slices), stored.index)
+        codes, form = self._last_codes[1], encoded.form
         place = stored.part and replace(stored.part, transposed=False)
 
         def own(tensor: Tensor) -> Tensor:
@@ -366,13 +366,13 @@ class _OpenFiles:
         return self._last[1]
 
     def _unpack(self, part: StoredPart) -> Tensor:
-        name, index, packed = part.stored.tensor, part.stored.index, part.packed
-        if packed is None:
+        name, index, encoded = part.stored.tensor, part.stored.index, part.encoded
+        if encoded is None:
             return self._read(name, index, part.slices)
         read = partial(self._read, slices=part.slices)
-        if packed.matrices or index is None:
-            return packed.dequantize(read, index)
-        return packed.dequantize(read)[index]
+        if encoded.matrices or index is None:
+            return encoded.dequantize(read, index)
+        return encoded.dequantize(read)[index]
 
     def _read(self, name: str, index: int | None = None, slices: Slices = NO_SLICES) -> Tensor:
         """Return a stored tensor: a view of a mapped safetensors file, or the tensor read from a GGUF file.

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from batchinfer.models.files.config_fields import checkpoint_error
 from batchinfer.models.files.fingerprint import file_identity
+from batchinfer.models.formats.encoded_tensor import EncodedTensor, Stored
 from batchinfer.models.formats.gptq import GptqTensor
-from batchinfer.models.formats.packed_tensor import PackedTensor, Stored
 from batchinfer.models.formats.zero_layout import zero_words
 
 _AS_BEFORE, _MISREAD = "as before", "misread before"
 
 
 def misread_before(
-    path: Path, packed: Mapping[str, PackedTensor], tensors: Stored, cache: MutableMapping[str, str]
+    path: Path, encoded: Mapping[str, EncodedTensor], tensors: Stored, cache: MutableMapping[str, str]
 ) -> bool:
     """Return True if earlier versions of batchinfer read wrong zero points from a GPTQ checkpoint.
 
@@ -24,14 +24,14 @@ def misread_before(
 
     Args:
         path: The checkpoint, for messages.
-        packed: Its quantised or sparse weights by name. Only GPTQ tensors are scanned.
+        encoded: Its quantised or sparse weights by name. Only GPTQ tensors are scanned.
         tensors: Its stored tensors by name.
         cache: Results of earlier scans, by files and format. A new result is added.
 
     Raises:
         JobFileError: The checkpoint states that it is symmetric, but its zero points are not.
     """
-    scanned = [each for each in packed.values() if isinstance(each, GptqTensor)]
+    scanned = [each for each in encoded.values() if isinstance(each, GptqTensor)]
     if not scanned:
         return False
     key = _key(scanned, tensors)

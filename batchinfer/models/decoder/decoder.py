@@ -12,7 +12,7 @@ from torch import Tensor
 from batchinfer.models.decoder.attention import AttentionBoundary, StaticBuffers
 from batchinfer.models.decoder.block import Block, build_layer
 from batchinfer.models.decoder.feed_forward import ExpertLoads
-from batchinfer.models.decoder.packed import PackedWeights
+from batchinfer.models.decoder.packed_weights import PackedWeights
 from batchinfer.models.decoder.positions import distance_table, position_table, rope_table
 from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache, RopeTable
 from batchinfer.models.ops.interface import Ops

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchinfer.models.files.config_fields import shown
-from batchinfer.models.formats.packed_tensor import (
+from batchinfer.models.formats.encoded_tensor import (
     Codes,
-    PackedTensor,
-    PackedTensors,
+    EncodedTensor,
+    EncodedTensors,
     QweightFormat,
     Read,
     Slices,
@@ -46,9 +46,9 @@ class AwqFormat(QweightFormat):
 
     group: int | None
 
-    def _add(self, packed: PackedTensors, module: str, tensors: Stored) -> None:
+    def _add(self, encoded: EncodedTensors, module: str, tensors: Stored) -> None:
         stored = values, scales, zeros = module + "qweight", module + "scales", module + "qzeros"
-        if packed.lacks(values, tensors, scales, zeros):
+        if encoded.lacks(values, tensors, scales, zeros):
             return
         shape = tensors[values].info.shape
         inputs, words = shape if len(shape) == 2 else (0, 0)
@@ -57,7 +57,7 @@ class AwqFormat(QweightFormat):
         right = tensors[values].info.dtype == tensors[zeros].info.dtype == "I32" and is_float(tensors[scales])
         right = right and inputs % group == 0 and tensors[zeros].info.shape == (lines, words)
         right = right and tensors[scales].info.shape == (lines, words * HELD)
-        packed.add(module + "weight", AwqTensor((words * HELD, inputs), stored, group), tensors, right)
+        encoded.add(module + "weight", AwqTensor((words * HELD, inputs), stored, group), tensors, right)
 
 
 def awq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
@@ -83,7 +83,7 @@ def awq_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat |
 
 
 @dataclass(frozen=True, slots=True)
-class AwqTensor(PackedTensor):
+class AwqTensor(EncodedTensor):
     """A weight matrix (N outputs, K inputs) that is stored in AutoAWQ's layout.
 
     Three tensors store it: int32 words of 4-bit values (K, N / 8), scales (groups, N), and words of zero points
@@ -121,7 +121,7 @@ class AwqTensor(PackedTensor):
             unpack_words(values, BITS, ORDER).t(), scales.t(), unpack_words(zeros, BITS, ORDER).t()
         )
 
-    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[EncodedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:

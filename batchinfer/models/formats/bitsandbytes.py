@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchinfer.models.files.config_fields import shown
-from batchinfer.models.formats.packed_tensor import (
-    PackedTensor,
-    PackedTensors,
+from batchinfer.models.formats.encoded_tensor import (
+    EncodedTensor,
+    EncodedTensors,
     Read,
     Shape,
     Stored,
@@ -37,16 +37,16 @@ class BitsandbytesFormat(StoredFormat):
     The names and dtypes of tensors show whether a weight has 4 or 8 bits.
     """
 
-    def find(self, tensors: Stored) -> PackedTensors:
+    def find(self, tensors: Stored) -> EncodedTensors:
         """Return the 4-bit and 8-bit weights among a checkpoint's tensors."""
-        packed = PackedTensors()
+        encoded = EncodedTensors()
         for name, tensor in tensors.items():
             for kind in KINDS:
                 if name.endswith(end := f".quant_state.bitsandbytes__{kind}"):
-                    _add_4bit(packed, name.removesuffix(end), name, tensors)
+                    _add_4bit(encoded, name.removesuffix(end), name, tensors)
             if tensor.info.dtype == "I8" and name.endswith(".weight"):
-                _add_8bit(packed, name, tensors)
-        return packed
+                _add_8bit(encoded, name, tensors)
+        return encoded
 
 
 def bitsandbytes_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
@@ -92,23 +92,23 @@ def _state_of(content: bytes) -> _State | None:
     return state if right and math.isfinite(state.offset) else None
 
 
-def _add_4bit(packed: PackedTensors, name: str, state_name: str, tensors: Stored) -> None:
+def _add_4bit(encoded: EncodedTensors, name: str, state_name: str, tensors: Stored) -> None:
     nested = f"{name}.nested_absmax" in tensors
     ends = ("absmax", "quant_map", *(("nested_absmax", "nested_quant_map") if nested else ()))
     needed = tuple(f"{name}.{end}" for end in ends)
-    if packed.lacks(state_name, tensors, name, *needed):
+    if encoded.lacks(state_name, tensors, name, *needed):
         return
     stored = (name, *needed, state_name)
     info = tensors[state_name].info
     content = tensors[state_name].content() if info.nbytes <= MAX_STATE_BYTES else b""
     state = _state_of(content)
     if state is None:
-        packed.mistakes.append(f"{state_name} is {shown(content)}; wanted the JSON of bitsandbytes")
-        packed.unused.update((*needed, state_name))
+        encoded.mistakes.append(f"{state_name} is {shown(content)}; wanted the JSON of bitsandbytes")
+        encoded.unused.update((*needed, state_name))
         return
     right = _fits(tensors, name, state, nested)
     found = Bits4Tensor(state.shape, stored, state.block, state.nested_block if nested else 0, state.offset)
-    packed.add(name, found, tensors, right)
+    encoded.add(name, found, tensors, right)
 
 
 def _fits(tensors: Stored, name: str, state: _State, nested: bool) -> bool:
@@ -126,7 +126,7 @@ def _fits(tensors: Stored, name: str, state: _State, nested: bool) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Bits4Tensor(PackedTensor):
+class Bits4Tensor(EncodedTensor):
     """A weight stored as 4-bit indices into a table of 16 floats, with a scale per block of values.
 
     The flattened indices are stored two per byte, the first in the upper bits. Scales are floats, or they are quantised
@@ -162,21 +162,21 @@ class Bits4Tensor(PackedTensor):
         return scale_blocks(wide, scales, self.block).view(self.shape)
 
 
-def _add_8bit(packed: PackedTensors, name: str, tensors: Stored) -> None:
+def _add_8bit(encoded: EncodedTensors, name: str, tensors: Stored) -> None:
     module = name.removesuffix("weight")
     scales, layout = module + "SCB", module + "weight_format"
-    if packed.lacks(name, tensors, scales):
+    if encoded.lacks(name, tensors, scales):
         return
     shape = tensors[name].info.shape
     right = len(shape) == 2 and is_float(tensors[scales]) and tensors[scales].info.shape == shape[:1]
     if layout in tensors:  # 0 means that outputs are rows; other layouts are for older GPUs
         right = right and tensors[layout].info.dtype == "U8" and tensors[layout].content() == b"\0"
-        packed.unused.add(layout)
-    packed.add(name, Bits8Tensor(shape, (name, scales)), tensors, right)
+        encoded.unused.add(layout)
+    encoded.add(name, Bits8Tensor(shape, (name, scales)), tensors, right)
 
 
 @dataclass(frozen=True, slots=True)
-class Bits8Tensor(PackedTensor):
+class Bits8Tensor(EncodedTensor):
     """A weight matrix (N outputs, K inputs) stored as int8, with the largest magnitude of each output's weights (N,).
 
     The scale of an output is this magnitude divided by 127.

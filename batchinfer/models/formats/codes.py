@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from batchinfer.models.formats.packed_tensor import Codes
+from batchinfer.models.formats.encoded_tensor import Codes
 
 # The numbers of E2M1, by the bits that encode them: the sign, two of the exponent, one of the fraction
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -11,11 +11,11 @@ from typing import Any
 
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.formats import mxfp4, sparse
+from batchinfer.models.formats.encoded_tensor import EncodedTensors, Stored, StoredFormat
 from batchinfer.models.formats.fp8 import CACHE_SCALES, DTYPES, add_fp8, is_block
 from batchinfer.models.formats.integers import add_int8, add_packed_integers
 from batchinfer.models.formats.nvfp4 import NVFP4_GROUP, add_nvfp4
 from batchinfer.models.formats.packed_mxfp4 import add_packed_mxfp4
-from batchinfer.models.formats.packed_tensor import PackedTensors, Stored, StoredFormat
 
 NAME = "compressed-tensors"
 # For each type and number of bits of weights, the supported granularities of scales
@@ -51,36 +51,36 @@ class CompressedFormat(StoredFormat):
     alone: bool
     dense_but: frozenset[str] | None = None
 
-    def find(self, tensors: Stored) -> PackedTensors:
+    def find(self, tensors: Stored) -> EncodedTensors:
         """Return the quantised and sparse weights among a checkpoint's tensors."""
-        packed = PackedTensors()
-        whole, masked = sparse.fill_masked(tensors, packed)
-        self._find(packed, whole)
-        sparse.add_masked(packed, masked, whole)
+        encoded = EncodedTensors()
+        whole, masked = sparse.fill_masked(tensors, encoded)
+        self._find(encoded, whole)
+        sparse.add_masked(encoded, masked, whole)
         if self.dense_but is not None:
-            sparse.add_halves(packed, tensors, [*sparse.sparse_modules(tensors, self.dense_but)])
-        return packed
+            sparse.add_halves(encoded, tensors, [*sparse.sparse_modules(tensors, self.dense_but)])
+        return encoded
 
-    def _find(self, packed: PackedTensors, tensors: Stored) -> None:
+    def _find(self, encoded: EncodedTensors, tensors: Stored) -> None:
         for name, tensor in tensors.items():
             if name.endswith(".weight_packed"):
-                self._add_packed(packed, name, tensors)
+                self._add_packed(encoded, name, tensors)
             elif tensor.info.dtype in DTYPES and name.endswith("weight"):
-                add_fp8(packed, name, tensors, self.block, self.alone)
+                add_fp8(encoded, name, tensors, self.block, self.alone)
             elif tensor.info.dtype == "I8" and name.endswith(".weight"):
-                add_int8(packed, name, tensors, self.alone)
-        packed.unused.update(
+                add_int8(encoded, name, tensors, self.alone)
+        encoded.unused.update(
             name for name in tensors if name.endswith((*CACHE_SCALES, ".input_global_scale"))
         )
 
-    def _add_packed(self, packed: PackedTensors, name: str, tensors: Stored) -> None:
+    def _add_packed(self, encoded: EncodedTensors, name: str, tensors: Stored) -> None:
         module = name.removesuffix("weight_packed")
         if tensors[name].info.dtype == "I32":
-            add_packed_integers(packed, module, tensors, self.bits)
+            add_packed_integers(encoded, module, tensors, self.bits)
         elif module + "weight_global_scale" in tensors:
-            add_nvfp4(packed, module, tensors, "weight_packed", "weight_global_scale", divided=True)
+            add_nvfp4(encoded, module, tensors, "weight_packed", "weight_global_scale", divided=True)
         else:
-            add_packed_mxfp4(packed, module, tensors)
+            add_packed_mxfp4(encoded, module, tensors)
 
 
 def compressed_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:

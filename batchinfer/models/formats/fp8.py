@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.files.weight_files import FLOAT_DTYPES
-from batchinfer.models.formats.packed_tensor import (
+from batchinfer.models.formats.encoded_tensor import (
     Codes,
-    PackedTensor,
-    PackedTensors,
+    EncodedTensor,
+    EncodedTensors,
     Read,
     Slices,
     Span,
@@ -45,14 +45,14 @@ class Fp8Format(StoredFormat):
     block: tuple[int, int] | None = None
     alone: bool = False
 
-    def find(self, tensors: Stored) -> PackedTensors:
+    def find(self, tensors: Stored) -> EncodedTensors:
         """Return the 8-bit float weights among a checkpoint's tensors."""
-        packed = PackedTensors()
+        encoded = EncodedTensors()
         for name, tensor in tensors.items():
             if tensor.info.dtype in DTYPES:
-                add_fp8(packed, name, tensors, self.block, self.alone)
-        packed.unused.update(name for name in tensors if name.endswith(CACHE_SCALES))
-        return packed
+                add_fp8(encoded, name, tensors, self.block, self.alone)
+        encoded.unused.update(name for name in tensors if name.endswith(CACHE_SCALES))
+        return encoded
 
 
 def fp8_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
@@ -78,12 +78,12 @@ def is_block(value: object) -> bool:
 
 
 def add_fp8(
-    packed: PackedTensors, name: str, tensors: Stored, block: tuple[int, int] | None, alone: bool
+    encoded: EncodedTensors, name: str, tensors: Stored, block: tuple[int, int] | None, alone: bool
 ) -> None:
-    """Add an 8-bit float weight to `packed`. If its scales are missing or do not fit, add an error message.
+    """Add an 8-bit float weight to `encoded`. If its scales are missing or do not fit, add an error message.
 
     Args:
-        packed: The quantised weights of the checkpoint that were found so far.
+        encoded: The quantised weights of the checkpoint that were found so far.
         name: The name of the tensor with the values; its scales are `name` + "_scale_inv" or "_scale".
         tensors: All tensors of the checkpoint.
         block: Rows and columns that share a scale. None: no weight has scales per block.
@@ -91,15 +91,15 @@ def add_fp8(
     """
     scales = next((name + end for end in _SCALES if name + end in tensors), None)
     if scales is None:
-        packed.mistakes.append(f"{name} is FP8, and its scales {name}{_SCALES[0]} are missing")
+        encoded.mistakes.append(f"{name} is FP8, and its scales {name}{_SCALES[0]} are missing")
         return
     values, scale = tensors[name].info, tensors[scales].info
     fitting = block_of(values.shape, scale.shape, block)
     right = fitting is not None and scale.dtype in SCALE_DTYPES
     stored = Fp8Tensor(values.shape, (name, scales), fitting or None, values.dtype, alone)
-    packed.add(name, stored, tensors, right)
+    encoded.add(name, stored, tensors, right)
     module = name.removesuffix("weight")
-    packed.unused.update(found for end in _ACTIVATIONS if (found := module + end) in tensors)
+    encoded.unused.update(found for end in _ACTIVATIONS if (found := module + end) in tensors)
 
 
 def block_of(
@@ -127,7 +127,7 @@ def block_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Tensor(PackedTensor):
+class Fp8Tensor(EncodedTensor):
     """A weight stored as 8-bit floats with scales.
 
     Attributes:
@@ -174,7 +174,7 @@ class Fp8Tensor(PackedTensor):
         values, scales = map(read, self.stored)
         return fp8_values(values if index is None else values[index], scales, self.block)
 
-    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[EncodedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from batchinfer.core.gguf.header import GgmlType
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, StoredTensor
-from batchinfer.models.formats.packed_tensor import Codes, PackedTensor, Read, int4_form
+from batchinfer.models.formats.encoded_tensor import Codes, EncodedTensor, Read, int4_form
 from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _AT_ONCE = 1 << 22  # values to unpack at a time, which limits temporary memory
 
 
 @dataclass(frozen=True, slots=True)
-class GgufWeight(PackedTensor):
+class GgufWeight(EncodedTensor):
     """A weight that is stored in a GGUF file, as quantised blocks or as floats in another order.
 
     Attributes:
@@ -106,7 +106,7 @@ class GgufWeight(PackedTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class GgufExperts(PackedTensor):
+class GgufExperts(EncodedTensor):
     """A family's weight of all experts, (experts, inputs, outputs), which a GGUF file stores as one or two tensors.
 
     Attributes:
@@ -140,7 +140,7 @@ class GgufExperts(PackedTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class GgufBiases(PackedTensor):
+class GgufBiases(EncodedTensor):
     """A family's biases of all experts, (experts, outputs). Outputs alternate between the tensors of a GGUF file."""
 
     format: ClassVar[str] = "GGUF"

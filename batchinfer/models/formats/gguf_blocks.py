@@ -104,9 +104,9 @@ def _q3_k(blocks: Tensor) -> BlockGroups:
     return BlockGroups((codes | mask << 2).to(torch.int8) - 4, _half(blocks, 108) * scales)
 
 
-def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
+def _six_bits(encoded: Tensor) -> tuple[Tensor, Tensor]:
     # The first four scales and minima are in the lower bits of the first eight bytes; upper bits complete the others
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    first, second, third = encoded[:, :4], encoded[:, 4:8], encoded[:, 8:]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1)
     return scales, torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1)
 

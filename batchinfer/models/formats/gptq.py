@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from batchinfer.core.errors import CannotSplit
 from batchinfer.models.files.config_fields import shown
-from batchinfer.models.formats.packed_tensor import (
+from batchinfer.models.formats.encoded_tensor import (
     Codes,
-    PackedTensor,
-    PackedTensors,
+    EncodedTensor,
+    EncodedTensors,
     QweightFormat,
     Read,
     Slices,
@@ -55,7 +55,7 @@ class GptqFormat(QweightFormat):
     ordered: bool
     zeros: ZeroLayout
 
-    def find(self, tensors: Stored) -> PackedTensors:
+    def find(self, tensors: Stored) -> EncodedTensors:
         """Return the quantised weights among a checkpoint's tensors.
 
         The first tensor named `qzeros` shows how all zero points of the checkpoint are stored.
@@ -66,13 +66,13 @@ class GptqFormat(QweightFormat):
         module = first.removesuffix("qzeros")
         bits = self._bits(tensors, module + "qweight", module + "g_idx")
         layout = self.zeros.detect(tensors[first], bits)
-        packed = QweightFormat.find(replace(self, zeros=layout), tensors)
-        packed.notices += layout.notices
-        return packed
+        encoded = QweightFormat.find(replace(self, zeros=layout), tensors)
+        encoded.notices += layout.notices
+        return encoded
 
-    def _add(self, packed: PackedTensors, module: str, tensors: Stored) -> None:
+    def _add(self, encoded: EncodedTensors, module: str, tensors: Stored) -> None:
         values, scales, zeros, groups = (module + end for end in ("qweight", "scales", "qzeros", "g_idx"))
-        if packed.lacks(values, tensors, scales, zeros, *([groups] if self.ordered else [])):
+        if encoded.lacks(values, tensors, scales, zeros, *([groups] if self.ordered else [])):
             return
         bits = self._bits(tensors, values, groups)
         held = WORD_BITS // bits
@@ -88,7 +88,7 @@ class GptqFormat(QweightFormat):
             right = right and are_groups(tensors, groups, inputs, number)
             stored = (*stored, groups)
         found = GptqTensor((outputs, inputs), stored, bits, self.group or inputs, self.ordered, self.zeros)
-        packed.add(module + "weight", found, tensors, right)
+        encoded.add(module + "weight", found, tensors, right)
 
     def _bits(self, tensors: Stored, values: str, groups: str) -> int:
         if groups not in tensors or values not in tensors:
@@ -144,7 +144,7 @@ def _is_symmetric(stated: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class GptqTensor(PackedTensor):
+class GptqTensor(EncodedTensor):
     """A weight matrix (N outputs, K inputs) that is stored in the layout of GPTQ.
 
     These tensors store it: int32 words of values (words of inputs, N), scales (groups, N), words of zero points
@@ -199,7 +199,7 @@ class GptqTensor(PackedTensor):
         restored = words + self.zeros.subtracted(self.bits)
         return unpack_words(restored, self.bits)[:, : self.shape[0]]
 
-    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[EncodedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:

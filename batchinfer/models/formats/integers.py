@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from batchinfer.core.errors import CannotSplit
-from batchinfer.models.formats.packed_tensor import (
+from batchinfer.models.formats.encoded_tensor import (
     ALL,
     Codes,
-    PackedTensor,
-    PackedTensors,
+    EncodedTensor,
+    EncodedTensors,
     Read,
     Shape,
     Slices,
@@ -33,18 +33,20 @@ if TYPE_CHECKING:
 WORD_BITS = 32
 
 
-def add_packed_integers(packed: PackedTensors, module: str, tensors: Stored, among: Collection[int]) -> None:
-    """Add a weight that is stored as words of integers to `packed`. If its tensors do not fit, add an error message.
+def add_packed_integers(
+    encoded: EncodedTensors, module: str, tensors: Stored, among: Collection[int]
+) -> None:
+    """Add a weight that is stored as words of integers to `encoded`. If its tensors do not fit, add an error message.
 
     Args:
-        packed: The quantised weights of the checkpoint that were found so far.
+        encoded: The quantised weights of the checkpoint that were found so far.
         module: The module's name, with a dot at its end.
         tensors: All tensors of the checkpoint.
         among: The possible numbers of bits of a value. The shapes of tensors show which one applies.
     """
     values, scales, shape = (module + end for end in ("weight_packed", "weight_scale", "weight_shape"))
     zeros, groups = module + "weight_zero_point", module + "weight_g_idx"
-    if packed.lacks(values, tensors, scales, shape):
+    if encoded.lacks(values, tensors, scales, shape):
         return
     outputs, inputs = _stated_shape(tensors, shape)
     rows = tensors[values].info.shape
@@ -69,7 +71,7 @@ def add_packed_integers(packed: PackedTensors, module: str, tensors: Stored, amo
         ordered=groups in tensors,
         group=inputs // number if number else 0,
     )
-    packed.add(module + "weight", found, tensors, right)
+    encoded.add(module + "weight", found, tensors, right)
 
 
 def _stated_shape(tensors: Stored, name: str) -> tuple[int, int]:
@@ -87,7 +89,7 @@ def _fit(scales: Shape, outputs: int, inputs: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedIntegers(PackedTensor):
+class PackedIntegers(EncodedTensor):
     """A weight matrix (N outputs, K inputs) that compressed-tensors stores as integers in int32 words.
 
     These tensors store it: words of values (N, words of inputs), scales (N, groups), the shape, and optionally words of
@@ -135,7 +137,7 @@ class PackedIntegers(PackedTensor):
         codes = unpack_words(values, self.bits)[:, :inputs]
         return int4_codes(codes, _lines(scales, outputs).t(), found)
 
-    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[EncodedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:
@@ -182,17 +184,17 @@ def _lines(scales: Tensor, outputs: int) -> Tensor:
     return scales.expand(outputs, 1).t() if scales.numel() == 1 else scales.reshape(outputs, -1).t()
 
 
-def add_int8(packed: PackedTensors, name: str, tensors: Stored, alone: bool) -> None:
-    """Add a weight that is stored as int8 to `packed`. If its scales or zero points do not fit, add an error message.
+def add_int8(encoded: EncodedTensors, name: str, tensors: Stored, alone: bool) -> None:
+    """Add a weight that is stored as int8 to `encoded`. If its scales or zero points do not fit, add an error message.
 
     Args:
-        packed: The quantised weights of the checkpoint that were found so far.
+        encoded: The quantised weights of the checkpoint that were found so far.
         name: The name of the tensor with the values; its scales are `name` + "_scale".
         tensors: All tensors of the checkpoint.
         alone: True if the weight must be multiplied with unquantised activations.
     """
     scales, zeros = name + "_scale", name + "_zero_point"
-    if packed.lacks(name, tensors, scales):
+    if encoded.lacks(name, tensors, scales):
         return
     shape, lines = tensors[name].info.shape, tensors[scales].info
     right = len(shape) == 2 and is_float(tensors[scales]) and _fit(lines.shape, *shape)
@@ -200,14 +202,14 @@ def add_int8(packed: PackedTensors, name: str, tensors: Stored, alone: bool) -> 
     if zeros in tensors:
         right = right and tensors[zeros].info.dtype == "I8" and tensors[zeros].info.shape == lines.shape
         stored = (*stored, zeros)
-    packed.add(name, Int8Tensor(shape, stored, lines.shape, alone), tensors, right)
+    encoded.add(name, Int8Tensor(shape, stored, lines.shape, alone), tensors, right)
     module = name.removesuffix("weight")
     activations = (module + end for end in ("input_scale", "input_zero_point"))
-    packed.unused.update(each for each in activations if each in tensors)
+    encoded.unused.update(each for each in activations if each in tensors)
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Tensor(PackedTensor):
+class Int8Tensor(EncodedTensor):
     """A weight matrix (N outputs, K inputs) stored as int8, with scales and optionally zero points (N, groups).
 
     Attributes:
@@ -242,7 +244,7 @@ class Int8Tensor(PackedTensor):
         values, scales = map(read, self.stored)
         return Codes(values, scales.float().reshape(-1))
 
-    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[EncodedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from batchinfer.models.formats.packed_tensor import (
+from batchinfer.models.formats.encoded_tensor import (
     Codes,
-    PackedTensor,
-    PackedTensors,
+    EncodedTensor,
+    EncodedTensors,
     Read,
     Slices,
     Span,
@@ -35,12 +35,12 @@ class Mxfp4Format(StoredFormat):
     The weights are stored as tensors whose names end with `_blocks` and `_scales`.
     """
 
-    def find(self, tensors: Stored) -> PackedTensors:
+    def find(self, tensors: Stored) -> EncodedTensors:
         """Return the quantised weights of experts among a checkpoint's tensors."""
-        packed = PackedTensors()
+        encoded = EncodedTensors()
         for name in tensors:
-            _add(packed, name, tensors)
-        return packed
+            _add(encoded, name, tensors)
+        return encoded
 
 
 def mxfp4_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat:
@@ -53,7 +53,7 @@ def mxfp4_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat
     return Mxfp4Format()
 
 
-def _add(packed: PackedTensors, values: str, tensors: Stored) -> None:
+def _add(encoded: EncodedTensors, values: str, tensors: Stored) -> None:
     name = values.removesuffix("_blocks")
     scales = f"{name}_scales"
     if name == values or scales not in tensors:
@@ -62,11 +62,11 @@ def _add(packed: PackedTensors, values: str, tensors: Stored) -> None:
     *more, rows, groups = scale.shape if len(scale.shape) > 1 else (0, 0)
     right = stored.shape == (*scale.shape, GROUP_BYTES) and stored.dtype == scale.dtype == "U8"
     right = right and name not in tensors
-    packed.add(name, Mxfp4Experts((*more, groups * GROUP, rows), (values, scales)), tensors, right)
+    encoded.add(name, Mxfp4Experts((*more, groups * GROUP, rows), (values, scales)), tensors, right)
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Experts(PackedTensor):
+class Mxfp4Experts(EncodedTensor):
     """The matrices of all experts for one product, (..., inputs, outputs), stored transposed in MXFP4.
 
     Two tensors store them: values (..., outputs, groups, 16), with two values per byte, and exponents of the groups'
@@ -101,7 +101,7 @@ class Mxfp4Experts(PackedTensor):
             values, scales = values[index], scales[index]
         return Codes(values.flatten(-2), scales)
 
-    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[EncodedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:

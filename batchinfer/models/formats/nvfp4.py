@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from batchinfer.models.files.config_fields import shown
+from batchinfer.models.formats.encoded_tensor import EncodedTensor, EncodedTensors, Read, Stored, StoredFormat
 from batchinfer.models.formats.fp8 import CACHE_SCALES, DTYPES, add_fp8
-from batchinfer.models.formats.packed_tensor import PackedTensor, PackedTensors, Read, Stored, StoredFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,17 +26,17 @@ class ModeloptFormat(StoredFormat):
     The tensors that a weight has show whether it is NVFP4 or FP8.
     """
 
-    def find(self, tensors: Stored) -> PackedTensors:
+    def find(self, tensors: Stored) -> EncodedTensors:
         """Return the NVFP4 and FP8 weights among a checkpoint's tensors."""
-        packed = PackedTensors()
+        encoded = EncodedTensors()
         for name, tensor in tensors.items():
             if name + "_scale_2" in tensors:
                 module = name.removesuffix("weight")
-                add_nvfp4(packed, module, tensors, "weight", "weight_scale_2", divided=False)
+                add_nvfp4(encoded, module, tensors, "weight", "weight_scale_2", divided=False)
             elif tensor.info.dtype in DTYPES and name.endswith("weight"):
-                add_fp8(packed, name, tensors, None, alone=False)
-        packed.unused.update(name for name in tensors if name.endswith(CACHE_SCALES))
-        return packed
+                add_fp8(encoded, name, tensors, None, alone=False)
+        encoded.unused.update(name for name in tensors if name.endswith(CACHE_SCALES))
+        return encoded
 
 
 def modelopt_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat | None:
@@ -57,12 +57,12 @@ def modelopt_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFor
 
 
 def add_nvfp4(
-    packed: PackedTensors, module: str, tensors: Stored, values: str, whole: str, divided: bool
+    encoded: EncodedTensors, module: str, tensors: Stored, values: str, whole: str, divided: bool
 ) -> None:
-    """Add the NVFP4 weight of a module to `packed`. If its tensors are missing or do not fit, add an error message.
+    """Add the NVFP4 weight of a module to `encoded`. If its tensors are missing or do not fit, add an error message.
 
     Args:
-        packed: The quantised weights of the checkpoint that were found so far.
+        encoded: The quantised weights of the checkpoint that were found so far.
         module: The module's name, with a dot at its end.
         tensors: All tensors of the checkpoint.
         values: The name of the tensor with the values, without `module`.
@@ -71,20 +71,20 @@ def add_nvfp4(
             multiplied by it.
     """
     stored = module + values, module + "weight_scale", module + whole
-    if packed.lacks(stored[0], tensors, *stored[1:]):
+    if encoded.lacks(stored[0], tensors, *stored[1:]):
         return
     codes, scales, one = (tensors[name].info for name in stored)
     outputs, held = codes.shape if len(codes.shape) == 2 else (0, 0)
     shape = outputs, 2 * held
     right = (codes.dtype, scales.dtype, one.dtype) == ("U8", "F8_E4M3", "F32") and one.shape in ((), (1,))
     right = right and scales.shape == (outputs, shape[1] // NVFP4_GROUP) and shape[1] % NVFP4_GROUP == 0
-    packed.add(module + "weight", Nvfp4Tensor(shape, stored, divided), tensors, right)
+    encoded.add(module + "weight", Nvfp4Tensor(shape, stored, divided), tensors, right)
     activations = (module + end for end in ("input_scale", "input_global_scale"))
-    packed.unused.update(each for each in activations if each in tensors)
+    encoded.unused.update(each for each in activations if each in tensors)
 
 
 @dataclass(frozen=True, slots=True)
-class Nvfp4Tensor(PackedTensor):
+class Nvfp4Tensor(EncodedTensor):
     """A weight matrix (N outputs, K inputs) that is stored in NVFP4.
 
     Three tensors store it: values (N, K / 2), two per byte; FP8 scales of groups (N, K / 16); and a scale of the whole

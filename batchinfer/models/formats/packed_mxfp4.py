@@ -5,43 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from batchinfer.models.formats.mxfp4 import GROUP, GROUP_BYTES, mxfp4_values
-from batchinfer.models.formats.packed_tensor import (
+from batchinfer.models.formats.encoded_tensor import (
     Codes,
-    PackedTensor,
-    PackedTensors,
+    EncodedTensor,
+    EncodedTensors,
     Read,
     Slices,
     Span,
     Stored,
     slice_of,
 )
+from batchinfer.models.formats.mxfp4 import GROUP, GROUP_BYTES, mxfp4_values
 from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def add_packed_mxfp4(packed: PackedTensors, module: str, tensors: Stored) -> None:
-    """Add the MXFP4 weight of a module to `packed`. If its tensors are missing or do not fit, add an error message.
+def add_packed_mxfp4(encoded: EncodedTensors, module: str, tensors: Stored) -> None:
+    """Add the MXFP4 weight of a module to `encoded`. If its tensors are missing or do not fit, add an error message.
 
     Args:
-        packed: The quantised weights of the checkpoint that were found so far.
+        encoded: The quantised weights of the checkpoint that were found so far.
         module: The module's name, with a dot at its end.
         tensors: All tensors of the checkpoint.
     """
     stored = module + "weight_packed", module + "weight_scale"
-    if packed.lacks(stored[0], tensors, stored[1]):
+    if encoded.lacks(stored[0], tensors, stored[1]):
         return
     codes, scales = (tensors[name].info for name in stored)
     outputs, held = codes.shape if len(codes.shape) == 2 else (0, 0)
     right = codes.dtype == scales.dtype == "U8" and held % GROUP_BYTES == 0
     right = right and scales.shape == (outputs, held // GROUP_BYTES)
-    packed.add(module + "weight", PackedMxfp4((outputs, 2 * held), stored), tensors, right)
+    encoded.add(module + "weight", PackedMxfp4((outputs, 2 * held), stored), tensors, right)
 
 
 @dataclass(frozen=True, slots=True)
-class PackedMxfp4(PackedTensor):
+class PackedMxfp4(EncodedTensor):
     """A weight matrix (N outputs, K inputs) that compressed-tensors stores in MXFP4.
 
     Two tensors store it: values (N, K / 2), two per byte, and exponents of the groups' scales (N, K / 32).
@@ -64,7 +64,7 @@ class PackedMxfp4(PackedTensor):
         values, scales = map(read, self.stored)
         return Codes(values, scales)
 
-    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[EncodedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:

@@ -10,11 +10,11 @@ from batchinfer.models.formats import compressed, torchao
 from batchinfer.models.formats.awq import awq_format
 from batchinfer.models.formats.bitsandbytes import bitsandbytes_format
 from batchinfer.models.formats.compressed import compressed_format
+from batchinfer.models.formats.encoded_tensor import EncodedTensors, Stored, StoredFormat
 from batchinfer.models.formats.fp8 import fp8_format
 from batchinfer.models.formats.gptq import gptq_format
 from batchinfer.models.formats.mxfp4 import mxfp4_format
 from batchinfer.models.formats.nvfp4 import modelopt_format
-from batchinfer.models.formats.packed_tensor import PackedTensors, Stored, StoredFormat
 from batchinfer.models.formats.torchao import torchao_format
 
 _COMPRESSION = "compression_config"
@@ -73,11 +73,11 @@ def _of_compression(found: object) -> object:
     )
 
 
-def packed_tensors(stored: StoredFormat | None, tensors: Stored) -> PackedTensors:
+def find_encoded_tensors(stored: StoredFormat | None, tensors: Stored) -> EncodedTensors:
     """Return the weights among a checkpoint's tensors that are stored in a quantised or sparse format.
 
     Args:
         stored: The format. None: all weights are floats, and the result is empty.
         tensors: The stored tensors by name.
     """
-    return PackedTensors() if stored is None else stored.find(tensors)
+    return EncodedTensors() if stored is None else stored.find(tensors)

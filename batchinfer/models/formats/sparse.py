@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from batchinfer.models.files.config_fields import checkpoint_error
 from batchinfer.models.files.weight_files import FLOAT_DTYPES, StoredTensor
-from batchinfer.models.formats.packed_tensor import Codes, PackedTensor, PackedTensors, Read, Shape, Stored
+from batchinfer.models.formats.encoded_tensor import Codes, EncodedTensor, EncodedTensors, Read, Shape, Stored
 from batchinfer_kernels.arithmetic import SPARSE_KEPT, SPARSE_QUAD, SPARSE_SIZES, WeightForm
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ _QUANTISED = ("F8_E4M3", "I8")
 
 
 def fill_masked(
-    tensors: Stored, packed: PackedTensors
+    tensors: Stored, encoded: EncodedTensors
 ) -> tuple[dict[str, StoredTensor], dict[str, MaskedWeight]]:
     """Replace the stored tensors of sparse weights by entries for dense weights.
 
     Args:
         tensors: All tensors of the checkpoint.
-        packed: Receives error messages about tensors with wrong shapes.
+        encoded: Receives error messages about tensors with wrong shapes.
 
     Returns:
         (tensors, sparse weights), both by name. In `tensors`, each sparse weight is one tensor of the dense shape
@@ -46,7 +46,7 @@ def fill_masked(
         module = name.removesuffix(_VALUES)
         if module == name or not module.endswith("."):
             continue
-        masked = _masked(packed, module, tensors)
+        masked = _masked(encoded, module, tensors)
         if masked is not None:
             info = replace(tensors[name].info, shape=masked.shape)
             whole = {other: tensor for other, tensor in whole.items() if other not in masked.stored}
@@ -55,9 +55,9 @@ def fill_masked(
     return whole, found
 
 
-def _masked(packed: PackedTensors, module: str, tensors: Stored) -> MaskedWeight | None:
+def _masked(encoded: EncodedTensors, module: str, tensors: Stored) -> MaskedWeight | None:
     values, mask, shape, rows = (module + end for end in (_VALUES, _MASK, _SHAPE, _ROWS))
-    if packed.lacks(values, tensors, mask, shape):
+    if encoded.lacks(values, tensors, mask, shape):
         return None
     half = rows not in tensors
     stored = (values, mask, shape) if half else (values, mask, shape, rows)
@@ -71,7 +71,7 @@ def _masked(packed: PackedTensors, module: str, tensors: Stored) -> MaskedWeight
     right = right and kept.dtype in (*FLOAT_DTYPES, *_QUANTISED)
     found = MaskedWeight((outputs, inputs), stored, half)
     if not right:
-        packed.add(module + "weight", SparseTensor(found.shape, stored, found), tensors, fits=False)
+        encoded.add(module + "weight", SparseTensor(found.shape, stored, found), tensors, fits=False)
         return None
     return found
 
@@ -119,7 +119,7 @@ class MaskedWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseTensor(PackedTensor):
+class SparseTensor(EncodedTensor):
     """A weight matrix of floats that is stored as its non-zero values and a bit mask.
 
     Attributes:
@@ -154,7 +154,7 @@ class SparseTensor(PackedTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class SparseCodes(PackedTensor):
+class SparseCodes(EncodedTensor):
     """A weight matrix whose quantised values are stored as non-zero values and a bit mask.
 
     Attributes:
@@ -166,7 +166,7 @@ class SparseCodes(PackedTensor):
     format: ClassVar[str] = "sparse and quantised weights"
 
     masked: MaskedWeight
-    inner: PackedTensor
+    inner: EncodedTensor
 
     @property
     def form(self) -> WeightForm | None:
@@ -200,7 +200,7 @@ class SparseCodes(PackedTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class DenseHalf(PackedTensor):
+class DenseHalf(EncodedTensor):
     """A 2:4 sparse weight matrix of floats that is stored with its zeros: two of each four inputs."""
 
     format: ClassVar[str] = "2:4 sparse weights"
@@ -236,39 +236,39 @@ def sparse_form(shape: Shape) -> WeightForm | None:
     return None if any(size % SPARSE_SIZES for size in shape) else WeightForm("sparse", stored=True)
 
 
-def add_masked(packed: PackedTensors, masked: dict[str, MaskedWeight], whole: Stored) -> None:
-    """Add sparse weights to `packed`. Weights that `packed` already contains as quantised weights become `SparseCodes`.
+def add_masked(encoded: EncodedTensors, masked: dict[str, MaskedWeight], whole: Stored) -> None:
+    """Add sparse weights to `encoded`. Weights that are already there as quantised weights become `SparseCodes`.
 
     Args:
-        packed: The weights of the checkpoint that were found so far.
+        encoded: The weights of the checkpoint that were found so far.
         masked: The sparse weights by name, from `fill_masked`.
         whole: All tensors by name, from `fill_masked`.
     """
     for name, each in masked.items():
-        inner = packed.found.get(name)
+        inner = encoded.found.get(name)
         if inner is not None:
             stored = (*each.stored, *inner.stored[1:])
-            packed.found[name] = SparseCodes(each.shape, stored, each, inner)
+            encoded.found[name] = SparseCodes(each.shape, stored, each, inner)
         else:
             right = whole[name].info.dtype in FLOAT_DTYPES
-            packed.add(name, SparseTensor(each.shape, each.stored, each), whole, fits=True)
+            encoded.add(name, SparseTensor(each.shape, each.stored, each), whole, fits=True)
             if not right:
-                packed.mistakes.append(f"{each.stored[0]} is quantised, and its {name}_scale is missing")
+                encoded.mistakes.append(f"{each.stored[0]} is quantised, and its {name}_scale is missing")
 
 
-def add_halves(packed: PackedTensors, tensors: Stored, modules: Collection[str]) -> None:
-    """Add the float weights of modules to `packed` as 2:4 sparse weights that are stored with their zeros.
+def add_halves(encoded: EncodedTensors, tensors: Stored, modules: Collection[str]) -> None:
+    """Add the float weights of modules to `encoded` as 2:4 sparse weights that are stored with their zeros.
 
     Args:
-        packed: The weights of the checkpoint that were found so far. They are skipped.
+        encoded: The weights of the checkpoint that were found so far. They are skipped.
         tensors: All tensors of the checkpoint.
         modules: Names of the modules.
     """
     for module in modules:
         name = module + ".weight"
         tensor = tensors.get(name)
-        if name not in packed.found and tensor is not None and tensor.info.dtype in FLOAT_DTYPES:
-            packed.found[name] = DenseHalf(tensor.info.shape, (name,))
+        if name not in encoded.found and tensor is not None and tensor.info.dtype in FLOAT_DTYPES:
+            encoded.found[name] = DenseHalf(tensor.info.shape, (name,))
 
 
 def sparse_modules(tensors: Stored, left_out: Collection[str]) -> Iterator[str]:

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from batchinfer.models.files.config_fields import shown
 from batchinfer.models.files.safetensors_header import read_metadata
 from batchinfer.models.files.weight_files import StoredTensor
-from batchinfer.models.formats.fp8 import DTYPES, Fp8Tensor, block_of, is_block
-from batchinfer.models.formats.integers import Int8Tensor
-from batchinfer.models.formats.packed_tensor import (
+from batchinfer.models.formats.encoded_tensor import (
     Codes,
-    PackedTensor,
-    PackedTensors,
+    EncodedTensor,
+    EncodedTensors,
     Read,
     Stored,
     StoredFormat,
     int4_form,
     is_float,
 )
+from batchinfer.models.formats.fp8 import DTYPES, Fp8Tensor, block_of, is_block
+from batchinfer.models.formats.integers import Int8Tensor
 from batchinfer_kernels.arithmetic import WeightForm
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class TorchaoFormat(StoredFormat):
     The headers of the safetensors files name torchao's class of each weight.
     """
 
-    def find(self, tensors: Stored) -> PackedTensors:
+    def find(self, tensors: Stored) -> EncodedTensors:
         """Return the quantised weights that the headers of the files describe.
 
         A quantised tensor that no header describes adds an error message.
@@ -51,18 +51,18 @@ class TorchaoFormat(StoredFormat):
         Args:
             tensors: All tensors of the checkpoint by name.
         """
-        packed = PackedTensors()
+        encoded = EncodedTensors()
         stated = _stated(tensors)
         for name, said in stated.items():
             if said.get("_type") != _PLAIN:
-                _add(packed, name, said, tensors)
+                _add(encoded, name, said, tensors)
         for name in tensors:
             module, mark, part = name.rpartition("._")
             weight = f"{module}.{part.removesuffix(f'_{_VALUES}')}"
             if mark and part.endswith(f"_{_VALUES}") and weight not in stated:
-                packed.mistakes.append(f"{name} is quantised, but the header does not describe {weight}")
-                packed.unused.update(each for each in tensors if each.startswith(_start(weight)))
-        return packed
+                encoded.mistakes.append(f"{name} is quantised, but the header does not describe {weight}")
+                encoded.unused.update(each for each in tensors if each.startswith(_start(weight)))
+        return encoded
 
 
 def torchao_format(stated: Mapping[str, Any], mistakes: list[str]) -> StoredFormat:
@@ -103,48 +103,50 @@ def _held(name: str, tensors: Stored) -> bool:
     return name in tensors or any(_start(name) + part in tensors for part in _PARTS)
 
 
-def _add(packed: PackedTensors, name: str, said: Mapping[str, Any], tensors: Stored) -> None:
+def _add(encoded: EncodedTensors, name: str, said: Mapping[str, Any], tensors: Stored) -> None:
     # Tensors of an unsupported weight become unused, so they are reported only once
     kind, start, data = said.get("_type"), _start(name), said.get("_data")
     add = _CLASSES.get(kind) if isinstance(kind, str) else None
     if add is None:
-        packed.mistakes.append(f"{name} is a {shown(kind)} of torchao; {', '.join(_CLASSES)} are read")
+        encoded.mistakes.append(f"{name} is a {shown(kind)} of torchao; {', '.join(_CLASSES)} are read")
     elif start + _SMOOTHED in tensors:
-        packed.mistakes.append(
+        encoded.mistakes.append(
             f"{name} has {start + _SMOOTHED}, by which inputs are multiplied; that is not read"
         )
-    elif not packed.lacks(name, tensors, start + _VALUES, start + _SCALES):
-        add(packed, name, data if isinstance(data, Mapping) else {}, tensors)
-    read = packed.found[name].stored if name in packed.found else ()
-    packed.unused.update(each for each in tensors if each.startswith(start) and each not in read)
+    elif not encoded.lacks(name, tensors, start + _VALUES, start + _SCALES):
+        add(encoded, name, data if isinstance(data, Mapping) else {}, tensors)
+    read = encoded.found[name].stored if name in encoded.found else ()
+    encoded.unused.update(each for each in tensors if each.startswith(start) and each not in read)
 
 
 def _alone(data: Mapping[str, Any]) -> bool:
     return data.get("act_quant_kwargs") is None
 
 
-def _add_fp8(packed: PackedTensors, name: str, data: Mapping[str, Any], tensors: Stored) -> None:
+def _add_fp8(encoded: EncodedTensors, name: str, data: Mapping[str, Any], tensors: Stored) -> None:
     values, scales = stored = _start(name) + _VALUES, _start(name) + _SCALES
     info, stated = tensors[values].info, data.get("block_size")
     block = (stated[0], stated[1]) if isinstance(stated, list) and is_block(stated) else None
     fitting = block_of(info.shape, tensors[scales].info.shape, block)
     right = info.dtype in DTYPES and fitting is not None and is_float(tensors[scales])
-    packed.add(name, Fp8Tensor(info.shape, stored, fitting or None, info.dtype, _alone(data)), tensors, right)
+    encoded.add(
+        name, Fp8Tensor(info.shape, stored, fitting or None, info.dtype, _alone(data)), tensors, right
+    )
 
 
-def _add_int8(packed: PackedTensors, name: str, data: Mapping[str, Any], tensors: Stored) -> None:
+def _add_int8(encoded: EncodedTensors, name: str, data: Mapping[str, Any], tensors: Stored) -> None:
     stored, lines, right = _parts(name, tensors)
     shape = tensors[stored[0]].info.shape
-    packed.add(name, Int8Tensor(shape, stored, lines, _alone(data)), tensors, right)
+    encoded.add(name, Int8Tensor(shape, stored, lines, _alone(data)), tensors, right)
 
 
-def _add_intx(packed: PackedTensors, name: str, data: Mapping[str, Any], tensors: Stored) -> None:
+def _add_intx(encoded: EncodedTensors, name: str, data: Mapping[str, Any], tensors: Stored) -> None:
     stored, lines, right = _parts(name, tensors)
     shape = tensors[stored[0]].info.shape
     target = data.get("target_dtype")
     few = isinstance(target, Mapping) and target.get("_data") in ("int1", "int2", "int3", "int4")
     group = shape[1] // lines[1] if right and lines[1] else 0
-    packed.add(name, IntxTensor(shape, stored, group if few else 0), tensors, right)
+    encoded.add(name, IntxTensor(shape, stored, group if few else 0), tensors, right)
 
 
 def _parts(name: str, tensors: Stored) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
@@ -165,9 +167,9 @@ def _all_zero(zeros: StoredTensor) -> bool:
     return zeros.info.shape[-1:] == (1,) and not any(zeros.content())
 
 
-def _add_int4(packed: PackedTensors, name: str, _: Mapping[str, Any], tensors: Stored) -> None:
+def _add_int4(encoded: EncodedTensors, name: str, _: Mapping[str, Any], tensors: Stored) -> None:
     values, scales, zeros = stored = tuple(_start(name) + part for part in (_VALUES, _SCALES, _ZEROS))
-    if packed.lacks(values, tensors, zeros):
+    if encoded.lacks(values, tensors, zeros):
         return
     info, lines = tensors[values].info, tensors[scales].info.shape
     outputs, inputs = (info.shape[0], 2 * info.shape[1]) if len(info.shape) == 2 else (0, 0)
@@ -175,10 +177,10 @@ def _add_int4(packed: PackedTensors, name: str, _: Mapping[str, Any], tensors: S
     right = right and inputs % lines[0] == 0 and tensors[zeros].info.shape == lines
     right = right and is_float(tensors[scales]) and is_float(tensors[zeros])
     group = inputs // lines[0] if right else 0
-    packed.add(name, TorchaoInt4((outputs, inputs), stored, group), tensors, right)
+    encoded.add(name, TorchaoInt4((outputs, inputs), stored, group), tensors, right)
 
 
-_CLASSES: Mapping[str, Callable[[PackedTensors, str, Mapping[str, Any], Stored], None]] = {
+_CLASSES: Mapping[str, Callable[[EncodedTensors, str, Mapping[str, Any], Stored], None]] = {
     "Float8Tensor": _add_fp8,
     "Int8Tensor": _add_int8,
     "IntxUnpackedToInt8Tensor": _add_intx,
@@ -187,7 +189,7 @@ _CLASSES: Mapping[str, Callable[[PackedTensors, str, Mapping[str, Any], Stored],
 
 
 @dataclass(frozen=True, slots=True)
-class IntxTensor(PackedTensor):
+class IntxTensor(EncodedTensor):
     """A weight matrix (N outputs, K inputs) stored as bytes, with scales and optional zero points (N, groups).
 
     Attributes:
@@ -231,7 +233,7 @@ class IntxTensor(PackedTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class TorchaoInt4(PackedTensor):
+class TorchaoInt4(EncodedTensor):
     """A weight matrix (N outputs, K inputs) stored as 4-bit values from -8 to 7. A weight is value * scale + offset.
 
     Three tensors store it: values (N, K / 2), two per byte, the first in the lower bits; scales (groups, N); and

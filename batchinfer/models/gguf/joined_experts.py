@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from batchinfer.core.gguf.header import GgufTensor
 from batchinfer.models.files.safetensors_header import TensorInfo
 from batchinfer.models.files.weight_files import StoredTensor
+from batchinfer.models.formats.encoded_tensor import EncodedTensor
 from batchinfer.models.formats.gguf import GgufBiases, GgufExperts, GgufWeight
-from batchinfer.models.formats.packed_tensor import PackedTensor
 
 _NAME = re.compile(r"blk\.(?P<number>\d+)\.ffn_(?:(?:gate|up)_exps\.(?:weight|bias)|down_exps\.weight)")
 # For each expert matrix of the family, the names of the GGUF tensors whose rows it interleaves
@@ -41,7 +41,7 @@ def is_joined(name: str) -> bool:
 
 def joined_experts(
     tensors: Mapping[str, GgufTensor],
-) -> Iterator[tuple[str, PackedTensor, dict[str, StoredTensor]]]:
+) -> Iterator[tuple[str, EncodedTensor, dict[str, StoredTensor]]]:
     """Yield the weights and biases of experts that checkpoints store in one tensor, and a GGUF file in several.
 
     Args:
@@ -67,7 +67,7 @@ def joined_experts(
 
 def _matrices(
     name: str, weights: list[str], tensors: Mapping[str, GgufTensor]
-) -> Iterator[tuple[str, PackedTensor, dict[str, StoredTensor]]]:
+) -> Iterator[tuple[str, EncodedTensor, dict[str, StoredTensor]]]:
     if not all(each in tensors for each in weights):
         return
     experts, outputs, inputs = tensors[weights[0]].shape

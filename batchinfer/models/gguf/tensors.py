@@ -9,8 +9,8 @@ from typing import Any
 from batchinfer.core.gguf.files import GgufModel
 from batchinfer.core.gguf.header import GgufTensor
 from batchinfer.models.files.weight_files import StoredTensor
+from batchinfer.models.formats.encoded_tensor import EncodedTensor
 from batchinfer.models.formats.gguf import GgufWeight
-from batchinfer.models.formats.packed_tensor import PackedTensor
 from batchinfer.models.gguf.architectures import EXPERT, Architecture
 from batchinfer.models.gguf.config import FACTORS, LONG, SHORT
 from batchinfer.models.gguf.joined_experts import is_joined, joined_experts, part_of
@@ -25,7 +25,7 @@ Stored = dict[str, StoredTensor]
 
 def stored_tensors(
     model: GgufModel, known: Architecture, config: Mapping[str, Any]
-) -> tuple[Stored, dict[str, PackedTensor]]:
+) -> tuple[Stored, dict[str, EncodedTensor]]:
     """Return the tensors of a GGUF file under the names that checkpoints of the family use.
 
     A tensor of all experts becomes one tensor per expert. A tensor that the family does not know keeps its name.
@@ -40,7 +40,7 @@ def stored_tensors(
     """
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     stored: Stored = {}
-    packed: dict[str, PackedTensor] = {}
+    encoded: dict[str, EncodedTensor] = {}
     for name, tensor in model.tensors.items():
         if name in _UNREAD or name.endswith(_UNREAD_ENDS) or (known.joined and is_joined(name)):
             continue
@@ -52,11 +52,11 @@ def stored_tensors(
             stored[ours] = part
             weight = GgufWeight(part.info.shape, (ours,), tensor.type, pairs, less)
             if weight.quantized or pairs or less:
-                packed[ours] = weight
+                encoded[ours] = weight
     for ours, joined, under in joined_experts(model.tensors) if known.joined else ():
-        packed[ours] = joined
+        encoded[ours] = joined
         stored |= under
-    return stored, packed
+    return stored, encoded
 
 
 def _named_parts(

@@ -19,8 +19,8 @@ from batchinfer.models.files.config_fields import read_config_json
 from batchinfer.models.files.folder import CheckpointFolder
 from batchinfer.models.files.safetensors_header import TensorInfo
 from batchinfer.models.files.weight_files import NAMED, read_weight_files
-from batchinfer.models.formats.packed_tensor import PackedTensors
-from batchinfer.models.formats.registry import packed_tensors, stored_format
+from batchinfer.models.formats.encoded_tensor import EncodedTensors
+from batchinfer.models.formats.registry import find_encoded_tensors, stored_format
 from batchinfer.models.heads.stored_heads import CONFIG, StoredLayer, heads_error, tensor_mistakes
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import Shape, layer_parameters
@@ -107,22 +107,22 @@ def inspect_mtp(checkpoint: Checkpoint) -> StoredMtp:
     (start,) = mtp_prefixes(spec, raw, checkpoint.prefixes)
     stored = read_weight_files(CheckpointFolder(path)).tensors
     tensors = {name: one for name, one in stored.items() if name.startswith(start)}
-    packed = packed_tensors(stored_format(raw, []), tensors)
-    tensors = {name: one for name, one in tensors.items() if name not in packed.unused}
+    encoded = find_encoded_tensors(stored_format(raw, []), tensors)
+    tensors = {name: one for name, one in tensors.items() if name not in encoded.unused}
     found = replace(
         checkpoint,
         tensors=tensors,
         spec=whole,
-        packed=packed.found,
-        shapes=dict(packed.unpacked_shapes(tensors)),
+        encoded=encoded.found,
+        shapes=dict(encoded.decoded_shapes(tensors)),
     )
     layer = StoredMtp(found, start)
-    if mistakes := [*_mistakes(layer, packed)]:
+    if mistakes := [*_mistakes(layer, encoded)]:
         raise heads_error(path, *mistakes[:NAMED])
     return layer
 
 
-def _mistakes(layer: StoredMtp, packed: PackedTensors) -> Iterator[str]:
+def _mistakes(layer: StoredMtp, encoded: EncodedTensors) -> Iterator[str]:
     whole, hidden = layer.checkpoint, layer.spec.hidden
     expected = {**layer_shapes(whole.spec, layer.index, whole.prefixes)}
     around = _around(hidden) | {
@@ -130,8 +130,8 @@ def _mistakes(layer: StoredMtp, packed: PackedTensors) -> Iterator[str]:
     }
     expected |= {layer.start + name: shape for name, shape in around.items()}
     infos = {
-        name: TensorInfo("F32" if name in packed.found else whole.tensors[name].info.dtype, shape, 0, 0)
+        name: TensorInfo("F32" if name in encoded.found else whole.tensors[name].info.dtype, shape, 0, 0)
         for name, shape in whole.shapes.items()
     }
-    yield from packed.mistake_lines
+    yield from encoded.mistake_lines
     yield from tensor_mistakes(expected, infos, "the checkpoint", "MTP layer")

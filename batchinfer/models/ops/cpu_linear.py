@@ -19,7 +19,7 @@ from batchinfer.models.ops.layers import (
 )
 from batchinfer.models.ops.torch_ops import add_loads
 from batchinfer_kernels.cpu.compiled import CompiledOperators
-from batchinfer_kernels.cpu.packed import Kind, PackedExperts, PackedWeight
+from batchinfer_kernels.cpu.packed_weights import Kind, PackedExperts, PackedWeight
 from batchinfer_kernels.experts import Choice
 from batchinfer_kernels.low_rank import AdaptedRows
 

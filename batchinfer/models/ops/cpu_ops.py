@@ -41,7 +41,7 @@ from batchinfer_kernels.arithmetic import WeightCodes, WeightForm
 from batchinfer_kernels.cpu.attention_plan import MAX_ROWS, attention_items, whole_items
 from batchinfer_kernels.cpu.compiled import MAX_HEAD_DIM, CompiledOperators
 from batchinfer_kernels.cpu.memory import zeros_in_huge_pages
-from batchinfer_kernels.cpu.packed import Kind, PackedWeight
+from batchinfer_kernels.cpu.packed_weights import Kind, PackedWeight
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.paged_attention import ScoreRules
 
@@ -153,11 +153,11 @@ class CpuOps(TorchOps):
             weight: The weight, in floats or quantised.
             bias: (outputs,). None: there is none.
         """
-        return CompiledLinear(self._compiled, self._packed(weight, bias, "plain"))
+        return CompiledLinear(self._compiled, self._pack(weight, bias, "plain"))
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
         """Return a layer act(gate) * up whose activation is part of the compiled product; see `Ops.pack_gated`."""
-        return CompiledLinear(self._compiled, self._packed(weight, bias, GATES[activation]))
+        return CompiledLinear(self._compiled, self._pack(weight, bias, GATES[activation]))
 
     def pack_activated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
         """Return a linear layer whose activation is part of the compiled product; see `Ops.pack_activated`.
@@ -167,11 +167,11 @@ class CpuOps(TorchOps):
         """
         if activation not in CURVES:
             return super().pack_activated(weight, bias, activation)
-        return CompiledLinear(self._compiled, self._packed(weight, bias, CURVES[activation]))
+        return CompiledLinear(self._compiled, self._pack(weight, bias, CURVES[activation]))
 
     def pack_head(self, weight: Weight) -> Head:
         """Return the output layer, which computes float32 logits (tokens, vocab) from its weight (vocab, inputs)."""
-        return CompiledHead(self._compiled, self._packed(weight, None, "float"))
+        return CompiledHead(self._compiled, self._pack(weight, None, "float"))
 
     def pack_exact(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Return a linear layer with float32 results and an unquantised weight (outputs, inputs), such as a router."""
@@ -192,7 +192,7 @@ class CpuOps(TorchOps):
         """
         return CompiledAdapters(self._compiled, factors, None if room is None else room.places)
 
-    def _packed(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
+    def _pack(self, weight: Weight, bias: Tensor | None, kind: Kind) -> PackedWeight:
         if isinstance(weight, RoundedWeight):
             if weight.form.codes == "int8":
                 return self._compiled.pack_rounded_int8(weight.values, bias, kind)

@@ -59,7 +59,7 @@ class CodedExperts(Experts):
             deterministic: True if results must not depend on the batch.
             dtype: The dtype of activations.
         """
-        self._gate_up, self._down = (_packed(weights, dtype) for weights in (gate_up, down))
+        self._gate_up, self._down = (_make_product(weights, dtype) for weights in (gate_up, down))
         self._biases = (gate_up.bias, down.bias)
         self._activation, self._deterministic = activation, deterministic
         self.loads = torch.zeros(len(gate_up.weight), dtype=torch.int64, device=gate_up.weight.device)
@@ -81,7 +81,7 @@ class CodedExperts(Experts):
         return combine(self._down(inner, rows.starts, back, **options), rows.places, choice.weights)
 
 
-def _packed(weights: ExpertWeights, dtype: torch.dtype) -> Callable[..., Tensor]:
+def _make_product(weights: ExpertWeights, dtype: torch.dtype) -> Callable[..., Tensor]:
     assert weights.scales is not None, "the weights are quantised"
     if weights.mxfp4:
         packed = pack_mxfp4_weights(weights.weight, weights.scales)

@@ -230,11 +230,11 @@ class TritonOps(Ops):
         """
         if isinstance(weight, SparseWeight) and not self._shape.deterministic:
             return sparse_linear(weight.values, bias)
-        return self._packed(weight, bias, None) or LibraryLinear(values_of(weight, self.name), bias)
+        return self._pack(weight, bias, None) or LibraryLinear(values_of(weight, self.name), bias)
 
     def pack_gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
         """Return a layer act(gate) * up, which is computed by one kernel if possible; see `Ops.pack_gated`."""
-        made = self._packed(weight, bias, activation)
+        made = self._pack(weight, bias, activation)
         return self._gated(weight, bias, activation) if made is None else made
 
     def pack_head(self, weight: Weight) -> Head:
@@ -281,7 +281,7 @@ class TritonOps(Ops):
         """
         return combine(made, torch.arange(len(made), device=made.device), weights)
 
-    def _packed(self, weight: Weight, bias: Tensor | None, activation: Activation | None) -> Linear | None:
+    def _pack(self, weight: Weight, bias: Tensor | None, activation: Activation | None) -> Linear | None:
         fixed = self._shape.deterministic
         if isinstance(weight, CodedWeight):
             if weight.group:
@@ -289,7 +289,7 @@ class TritonOps(Ops):
                 return WidenedLinear(weight, bias, activation, self._shape.dtype, panel, self._peaks)
             if weight.codes.dtype == torch.int8:
                 return Int8Linear(weight, bias, activation)
-            return self._packed_fp8(weight, bias, activation)
+            return self._pack_fp8(weight, bias, activation)
         return InvariantLinear(values_of(weight, self.name), bias, activation) if fixed else None
 
     def _gated(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
@@ -300,9 +300,7 @@ class TritonOps(Ops):
         self._library_layers.append(weakref.ref(made))
         return made
 
-    def _packed_fp8(
-        self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None
-    ) -> Fp8Linear:
+    def _pack_fp8(self, weight: CodedWeight, bias: Tensor | None, activation: Activation | None) -> Fp8Linear:
         fixed = self._shape.deterministic
         library = None if fixed else LibraryFp8.of(weight, bias, self._shape.dtype)
         made = Fp8Linear(weight, bias, activation, fixed, library)

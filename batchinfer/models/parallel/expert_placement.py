@@ -1,7 +1,7 @@
 """The experts of each layer that each rank holds: contiguous ranges, or a balanced placement. No torch.
 
 A balanced placement gives the ranks similar loads, as DeepSeek's load balancer for experts does (EPLB; Liu et al.,
-2024): costly experts get several copies, and the copies are packed onto ranks, the most costly first. Then the most
+2024): costly experts get several copies, and the copies are assigned to ranks, the most costly first. Then the most
 loaded rank exchanges experts with others while that reduces its load.
 """
 

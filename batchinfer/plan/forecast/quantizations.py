@@ -61,7 +61,7 @@ def quantized_forecasts(
     """
     setting = setup.setting
     checkpoint = open_checkpoint(job.model.path) if setting.parts.weights is not None else setup.checkpoint
-    if not isinstance(checkpoint, Checkpoint) or any(each.quantized for each in checkpoint.packed.values()):
+    if not isinstance(checkpoint, Checkpoint) or any(each.quantized for each in checkpoint.encoded.values()):
         return
     checkpoint = checkpoint.keep_quantized(frozenset())
     if (setting.device, setting.numerics.dtype) == ("cpu", "float16"):

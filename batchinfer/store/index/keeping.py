@@ -27,7 +27,7 @@ from batchinfer.input.chunk import InputChunk
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.prompts.prepared.rows import Prepared, PreparedRows
 from batchinfer.input.prompts.render_pool import ReadyChunk
-from batchinfer.input.prompts.render_reply import BadReply, pack_reply, unpack_reply
+from batchinfer.input.prompts.render_reply import BadReply, parse_reply, serialize_reply
 from batchinfer.input.prompts.render_worker import RenderSpec
 from batchinfer.input.reader import Reader
 from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows, reuse_segments
@@ -186,7 +186,7 @@ class _Last:
         spec = self._spec
         limits = spec.limits.vocab_size, len(spec.plan.ladder)
         try:
-            return unpack_reply(chunk.read(), spec.fields, *limits, reused=True)
+            return parse_reply(chunk.read(), spec.fields, *limits, reused=True)
         except BadReply as error:
             raise StorageError(
                 f"the kept index changed while it was read: {error}; run the job again"
@@ -416,4 +416,4 @@ def _can_be_replayed(prompts: Prepared, params: Sequence[SamplingParams]) -> boo
 
 
 def _without_tokens(rows: PreparedRows) -> bytes:
-    return pack_reply(replace(rows, prompts=replace(rows.prompts, tokens=_NO_TOKENS)))
+    return serialize_reply(replace(rows, prompts=replace(rows.prompts, tokens=_NO_TOKENS)))

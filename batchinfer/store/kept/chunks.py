@@ -39,7 +39,7 @@ class KeptChunk:
     replies: int
 
     def read(self) -> bytes:
-        """Return the stored bytes of the chunk's prepared rows, as a worker packed them."""
+        """Return the stored bytes of the chunk's prepared rows, as a worker serialised them."""
         return os.pread(self.replies, self.size, self.at)
 
 
@@ -48,7 +48,7 @@ def chunk_digest(chunk: InputChunk) -> str:
 
     A chunk with the same digest gives the same prepared rows.
     """
-    header, data = chunk.pack()
+    header, data = chunk.serialize()
     found = sha256(repr(replace(header, bytes_read=0)).encode("utf-8", "surrogatepass"))
     found.update(data)
     return found.hexdigest()

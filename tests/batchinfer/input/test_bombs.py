@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import BatchInferError, InputCorrupt
-from batchinfer.input import unpacked
+from batchinfer.input import decompression
+from batchinfer.input.decompression import column_size
 from batchinfer.input.files import list_inputs
 from batchinfer.input.formats.parquet_footer import BYTE_ARRAY, column_chunks
 from batchinfer.input.reader import Reader
 from batchinfer.input.sql import materialise
-from batchinfer.input.unpacked import column_size
 from tests.examples import examples
 
 
@@ -46,8 +46,8 @@ WRITERS = {
 
 @pytest.fixture
 def small_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lower the limit for suspected bombs from 256 to 16 MiB unpacked."""
-    monkeypatch.setattr(unpacked, "_BOMB_BYTES", 16 << 20)
+    """Lower the limit for suspected bombs from 256 to 16 MiB uncompressed."""
+    monkeypatch.setattr(decompression, "_BOMB_BYTES", 16 << 20)
 
 
 def dictionary(bytes_each: int, rows: int) -> pa.Array:
@@ -154,13 +154,13 @@ def test_a_query_may_return_many_equal_rows(tmp_path: Path) -> None:
     assert len(next(Reader.open([file]).batches()).rows) > 0
 
 
-def test_sizes_are_those_of_unpacked_values() -> None:
+def test_sizes_are_those_of_expanded_values() -> None:
     words = pa.array(["abc", None, "x" * 100, ""])
-    packed = words.dictionary_encode()
-    for column in (packed, packed.slice(1), packed.slice(2, 1)):
+    encoded = words.dictionary_encode()
+    for column in (encoded, encoded.slice(1), encoded.slice(2, 1)):
         assert column_size(column) == sum(len(one or "") for one in column.to_pylist())
     assert column_size(words.cast(pa.string_view()).slice(2)) == 100
-    nested = pa.StructArray.from_arrays([in_lists(packed, 2)], ["b"])
+    nested = pa.StructArray.from_arrays([in_lists(encoded, 2)], ["b"])
     assert column_size(nested) >= 103
     assert column_size(pa.array([[("k", "v" * 50)]], pa.map_(pa.string(), pa.string()))) >= 51
 
@@ -217,7 +217,7 @@ def test_a_footer_as_pyarrow_reads_it(tmp_path: Path, more: dict[str, Any]) -> N
     theirs = [metadata.row_group(g).column(c) for g in range(metadata.num_row_groups) for c in range(4)]
     with path.open("rb") as raw:
         ours = column_chunks(raw)
-    assert [(one.values, one.unpacked, one.packed, one.dictionary) for one in ours] == [
+    assert [(one.values, one.uncompressed, one.compressed, one.dictionary) for one in ours] == [
         (one.num_values, one.total_uncompressed_size, one.total_compressed_size, one.has_dictionary_page)
         for one in theirs
     ]

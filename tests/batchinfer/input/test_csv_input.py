@@ -51,8 +51,8 @@ def test_accepted(tmp_path: Path, data: bytes, rows: list[Any]) -> None:
 @pytest.mark.parametrize("name", ["x.tsv", "x.tab", "X.TSV.GZ"])
 def test_tabs_by_name(tmp_path: Path, name: str) -> None:
     data = b"id\ttext,more\n1\ta,b\n"
-    packed = gzip.compress(data) if name.endswith("GZ") else data
-    assert read(write(tmp_path / name, packed)) == [{"id": "1", "text,more": "a,b"}]
+    compressed = gzip.compress(data) if name.endswith("GZ") else data
+    assert read(write(tmp_path / name, compressed)) == [{"id": "1", "text,more": "a,b"}]
 
 
 @pytest.mark.parametrize(("record", "code"), [

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchinfer.input import unpacked
+from batchinfer.input import decompression
 from batchinfer.input.formats import parquet_dictionaries
 from batchinfer.input.formats.parquet_dictionaries import DoubtfulColumns, doubtful_columns
 from batchinfer.input.formats.parquet_footer import ColumnChunk, column_chunks
@@ -37,8 +37,8 @@ def doubtful(path: Path, forged: int | None = None) -> DoubtfulColumns:
 @pytest.fixture
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_dictionaries, "WIDE_DICTIONARY", WIDE)
-    monkeypatch.setattr(unpacked, "_BOMB_BYTES", 1000)
-    monkeypatch.setattr(unpacked, "_BOMB_RATIO", 2)
+    monkeypatch.setattr(decompression, "_BOMB_BYTES", 1000)
+    monkeypatch.setattr(decompression, "_BOMB_RATIO", 2)
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -66,8 +66,8 @@ def test_nothing_large_is_overlooked(
         assert "a" in found.wide
     size = path.stat().st_size
     for name in table.schema.names:
-        held = unpacked.column_size(table.column(name).combine_chunks())
-        if unpacked.is_bomb(
+        held = decompression.column_size(table.column(name).combine_chunks())
+        if decompression.is_bomb(
             size, held - 16 * len(column)
         ):  # up to 16 bytes per row are offsets and null bitmaps
             assert any(one.split(".")[0] == name for one in found.shared)

@@ -16,7 +16,7 @@ from batchinfer.models.adapters.stored_adapter import StoredAdapter
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.decoder.packed import pack_weights
+from batchinfer.models.decoder.packed_weights import pack_weights
 from batchinfer.models.ops.attention import AttentionInputs, LayerCache
 from batchinfer.models.ops.interface import Ops
 from batchinfer.models.ops.layers import AdapterRoom

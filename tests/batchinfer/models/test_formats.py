@@ -33,7 +33,7 @@ Q = "model.layers.1.self_attn.q_proj."
 def test_logits_equal_the_dequantised_weights(name: str) -> None:
     folder, model = published(name)
     checkpoint = check_logits(folder / "packed", model, lengths=(1, 17, 60))
-    assert len(checkpoint.packed) >= 7
+    assert len(checkpoint.encoded) >= 7
     assert checkpoint.parameters == inspect_checkpoint(folder / "plain").parameters
     (notice,) = checkpoint.notices
     done = "filled up with zeros" if published_as_floats(name) else "dequantised"
@@ -200,7 +200,7 @@ def test_a_checkpoint_may_have_different_groups(tmp_path: Path) -> None:
     groups = {"group_0": four, "group_1": {**by_channel, "targets": ["re:.*q_proj"]}}
     stated = {**PUBLISHED["w4a16"].config, "format": "mixed-precision", "config_groups": groups}
     edit_json(folder / "config.json", quantization_config=stated)
-    assert {each.format for each in inspect_checkpoint(folder).packed.values()} == {"pack-quantized", "int8"}
+    assert {each.format for each in inspect_checkpoint(folder).encoded.values()} == {"pack-quantized", "int8"}
     assert torch.equal(read(folder)["qkv"], read(plain)["qkv"])
 
 
@@ -228,7 +228,7 @@ def make_old(folder: Path, name: str, **stated: Any) -> None:
 def test_old_checkpoints_state_their_format_in_a_file_of_its_own(tmp_path: Path, name: str) -> None:
     make_old(tmp_path, name)
     found = check_logits(tmp_path / "packed", published(name)[1], lengths=(1, 17))
-    assert {each.format for each in found.packed.values()} == {name}
+    assert {each.format for each in found.encoded.values()} == {name}
     file = tmp_path / "packed" / OLD[name]
     before = found.fingerprint({})
     edit_json(file, damp_percent=0.5)

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from batchinfer.models.checkpoint.checkpoint import inspect_checkpoint
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.decoder.packed import pack_weights
+from batchinfer.models.decoder.packed_weights import pack_weights
 from batchinfer.models.checkpoint.weights import CheckpointWeights
 from batchinfer.models.ops.torch_ops import TorchOps
 

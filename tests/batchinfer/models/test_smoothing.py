@@ -18,7 +18,7 @@ from batchinfer.models.checkpoint.outliers import WatchedWeights
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights, factors_of
 from batchinfer.models.checkpoint.weights import CheckpointWeights, Weights
 from batchinfer.models.decoder.decoder import Decoder
-from batchinfer.models.decoder.packed import pack_weights
+from batchinfer.models.decoder.packed_weights import pack_weights
 from batchinfer.models.ops.torch_ops import TorchOps
 from tests.batchinfer.models.paged import run_paged
 from tests.checkpoints import make_checkpoint

@@ -13,7 +13,7 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import CLOSED, NO_MARKER, OPEN
 from batchinfer.core.request import RowError
 from batchinfer.input.prompts.prepared.rows import FurtherPrompts, Prepared, PreparedRows, PreparedRungs
-from batchinfer.input.prompts.render_reply import BadReply, pack_failure, pack_reply, unpack_reply
+from batchinfer.input.prompts.render_reply import BadReply, parse_reply, serialize_failure, serialize_reply
 from batchinfer.input.prompts.row_facts import FactsCollector, RowFields
 
 FIELDS = RowFields(("text",), "id", ("label",), as_json=True, endpoints=True, watched=frozenset({"id", "no"}))
@@ -72,7 +72,7 @@ def consistent(rows: PreparedRows) -> bool:
 
 
 def test_a_reply_contains_the_prepared_rows() -> None:
-    made, found = some_rows(), unpack_reply(pack_reply(some_rows()), FIELDS, VOCAB, 1)
+    made, found = some_rows(), parse_reply(serialize_reply(some_rows()), FIELDS, VOCAB, 1)
     assert consistent(found)
     assert found.prompts.errors == made.prompts.errors
     assert found.prompts.tokens.tolist() == made.prompts.tokens.tolist()
@@ -100,11 +100,11 @@ def test_a_reply_contains_the_prepared_rows() -> None:
     st.integers(0, 40),
 )
 def test_a_forged_reply_is_refused_or_consistent(changes: list[tuple[int, int]], cut: int) -> None:
-    data = bytearray(pack_reply(some_rows()))
+    data = bytearray(serialize_reply(some_rows()))
     for at, byte in changes:
         data[at % len(data)] = byte
     try:
-        rows = unpack_reply(bytes(data[: len(data) - cut]), FIELDS, VOCAB, 1)
+        rows = parse_reply(bytes(data[: len(data) - cut]), FIELDS, VOCAB, 1)
     except (BadReply, Unavailable):
         return
     assert consistent(rows)
@@ -112,4 +112,4 @@ def test_a_forged_reply_is_refused_or_consistent(changes: list[tuple[int, int]],
 
 def test_a_worker_that_cannot_work_says_why() -> None:
     with pytest.raises(Unavailable, match="too many processes"):
-        unpack_reply(pack_failure("too many processes"), FIELDS, VOCAB)
+        parse_reply(serialize_failure("too many processes"), FIELDS, VOCAB)

@@ -20,8 +20,8 @@ from batchinfer.models.checkpoint.file_segment import FileSegment
 from batchinfer.models.checkpoint.read_ahead import ReadAhead
 from batchinfer.models.checkpoint.stored_parts import StoredParts, check_parts
 from batchinfer.models.checkpoint.weights import CheckpointWeights, LayerWeights, ReadCount
+from batchinfer.models.formats.encoded_tensor import slice_inputs
 from batchinfer.models.formats.mxfp4 import mxfp4_values
-from batchinfer.models.formats.packed_tensor import slice_inputs
 from batchinfer.models.parallel.shard import ModelShard, Portion
 from batchinfer.models.parallel.shard_spec import shard_spec
 from batchinfer.models.spec.parameters import LINES, SCALES, ZEROS, parameter_count
@@ -211,7 +211,7 @@ def test_a_part_of_a_stored_format_is_that_part_of_the_whole(
             whole += read
             for linear in layer.linears:
                 torch.testing.assert_close(values(found, linear), wanted[linear.name], rtol=1e-6, atol=1e-6)
-    for each in packed.packed.values():
+    for each in packed.encoded.values():
         values_of = each.stored[0]  # read once; scales may be read twice
         assert whole[values_of] == packed.tensors[values_of].info.nbytes
 

@@ -28,7 +28,7 @@ from batchinfer.input.files import list_inputs
 from batchinfer.input.prompts import render_pool
 from batchinfer.input.prompts.prepare import Preparer, RowPiece
 from batchinfer.input.prompts.prepared.rows import PreparedRows
-from batchinfer.input.prompts.render_reply import pack_reply, unpack_reply
+from batchinfer.input.prompts.render_reply import parse_reply, serialize_reply
 from batchinfer.input.prompts.render_worker import RenderSpec
 from batchinfer.input.protocol import TextOptions
 from batchinfer.input.reader import Reader
@@ -61,10 +61,10 @@ class LocalWorker:
         return self._ready and self._reply is None
 
     def submit(self, chunk: InputChunk, rows: int) -> None:
-        header, data = chunk.pack()
+        header, data = chunk.serialize()
         assert len(pickle.dumps(header)) < 100_000, "large data is sent separately"
-        sent = pickle.loads(pickle.dumps(header)).unpack(data)
-        self._reply = pack_reply(self._preparer.prepare(sent, RowPiece(0, rows)))
+        sent = pickle.loads(pickle.dumps(header)).deserialize(data)
+        self._reply = serialize_reply(self._preparer.prepare(sent, RowPiece(0, rows)))
         os.write(self._write, b"w" * self.order.choice([1, 1, 2, 5]))
 
     def attend(self) -> PreparedRows | None:
@@ -74,7 +74,7 @@ class LocalWorker:
         if self._reply is None or selectors_ready(self._read):
             return None
         reply, self._reply = self._reply, None
-        return unpack_reply(
+        return parse_reply(
             reply, self._spec.fields, self._spec.limits.vocab_size, len(self._spec.plan.ladder)
         )
 
@@ -98,8 +98,8 @@ def read(path: Path, size: ChunkSize | None, text: TextOptions) -> tuple[list[An
     reader = Reader.open(list_inputs(str(path), path.parent), text, chunk=size)
     rows: list[Any] = []
     for number, chunk in enumerate(reader.chunks()):
-        header, data = chunk.pack()
-        sent = pickle.loads(pickle.dumps(header)).unpack(data)
+        header, data = chunk.serialize()
+        sent = pickle.loads(pickle.dumps(header)).deserialize(data)
         border = chunk.most_rows // 2 if number % 2 else 0
         found = [*sent.read(0, border), *sent.read(border)]
         assert len(found) <= chunk.most_rows

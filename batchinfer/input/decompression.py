@@ -1,7 +1,7 @@
-"""The size of typed values when unpacked, and the rejection of decompression bombs.
+"""The size of typed values when expanded, and the rejection of decompression bombs.
 
 A dictionary value or the bytes of a view may be used by any number of rows, so the stored size does not bound the
-unpacked size.
+expanded size.
 """
 
 from __future__ import annotations
@@ -17,57 +17,57 @@ _BOMB_BYTES = 256 << 20
 _BOMB_RATIO = 1000  # columns of text reach a ratio of 50
 
 
-def is_bomb(packed: int, unpacked: int) -> bool:
-    """Return True for a decompression bomb: more than 256 MiB, and more than 1000 times the packed size, when unpacked.
+def is_bomb(compressed: int, expanded: int) -> bool:
+    """Return True for a decompression bomb: it expands to more than 256 MiB, and to more than 1000 times its size.
 
     Args:
-        packed: The packed size in bytes.
-        unpacked: The unpacked size in bytes.
+        compressed: The compressed size in bytes.
+        expanded: The expanded size in bytes.
     """
-    return unpacked > _BOMB_BYTES and unpacked > _BOMB_RATIO * packed
+    return expanded > _BOMB_BYTES and expanded > _BOMB_RATIO * compressed
 
 
-def refuse_bomb(place: str, packed: int, unpacked: int) -> None:
+def refuse_bomb(place: str, compressed: int, expanded: int) -> None:
     """Raise InputCorrupt if `is_bomb` is true for the sizes of a file.
 
     Args:
         place: The name of the file or its part, for the message.
-        packed: The packed size in bytes.
-        unpacked: The unpacked size in bytes.
+        compressed: The compressed size in bytes.
+        expanded: The expanded size in bytes.
     """
-    if is_bomb(packed, unpacked):
+    if is_bomb(compressed, expanded):
         raise InputCorrupt(
-            f"{place}: {packed:,} bytes would unpack to {unpacked:,} or more; that looks like a decompression bomb. If "
-            "the rows are meant to be so, let a query make them: input.sql"
+            f"{place}: {compressed:,} bytes would unpack to {expanded:,} or more; that looks like a decompression "
+            "bomb. If the rows are meant to be so, let a query make them: input.sql"
         )
 
 
 class BombGuard:
-    """Adds up the unpacked size of the batches of one file, to detect a decompression bomb.
+    """Adds up the expanded size of the batches of one file, to detect a decompression bomb.
 
     Args:
         path: The path of the file, for messages.
-        packed: The size of the file in bytes, or None to check nothing.
+        compressed: The size of the file in bytes, or None to check nothing.
     """
 
-    def __init__(self, path: str, packed: int | None) -> None:
-        self._path, self._packed = path, packed
-        self._unpacked = 0
+    def __init__(self, path: str, compressed: int | None) -> None:
+        self._path, self._compressed = path, compressed
+        self._expanded = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Add the unpacked size of a batch. Raises InputCorrupt if the file now looks like a decompression bomb."""
-        if self._packed is not None:
-            self._unpacked += batch.num_rows * ROW_BYTES + unpacked_size(batch)
-            refuse_bomb(self._path, self._packed, self._unpacked)
+        """Add the expanded size of a batch. Raises InputCorrupt if the file now looks like a decompression bomb."""
+        if self._compressed is not None:
+            self._expanded += batch.num_rows * ROW_BYTES + expanded_size(batch)
+            refuse_bomb(self._path, self._compressed, self._expanded)
 
 
-def unpacked_size(batch: pa.RecordBatch) -> int:
-    """Return the size in bytes that a batch would have with its dictionaries and views unpacked."""
+def expanded_size(batch: pa.RecordBatch) -> int:
+    """Return the size in bytes that a batch would have with its dictionaries and views expanded."""
     return sum(column_size(column) for column in batch.columns)
 
 
 def column_size(column: pa.Array) -> int:
-    """Return the size in bytes that an array would have with its dictionaries and views unpacked."""
+    """Return the size in bytes that an array would have with its dictionaries and views expanded."""
     kind = column.type
     if isinstance(kind, pa.ExtensionType | pa.BaseExtensionType):
         return column_size(column.storage)

@@ -45,7 +45,7 @@ class Codes:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedTensor(ABC):
+class EncodedTensor(ABC):
     """A weight that a checkpoint stores in another form than a float tensor, such as values with scales.
 
     Attributes:
@@ -101,7 +101,7 @@ class PackedTensor(ABC):
         """
         raise TypeError(f"weights of {self.format} have to be dequantised")
 
-    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[PackedTensor, Slices]:
+    def slice(self, outputs: Span, inputs: Span, index: int | None = None) -> tuple[EncodedTensor, Slices]:
         """Return this weight for a range of outputs and inputs, and the slices of its stored tensors that must be read.
 
         Args:
@@ -120,7 +120,7 @@ class PackedTensor(ABC):
 
 
 @dataclass(slots=True)
-class PackedTensors:
+class EncodedTensors:
     """The quantised and sparse weights that were found in a checkpoint.
 
     Attributes:
@@ -130,7 +130,7 @@ class PackedTensors:
         notices: Notices for the user that are not errors.
     """
 
-    found: dict[str, PackedTensor] = field(default_factory=dict)
+    found: dict[str, EncodedTensor] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
     mistakes: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -147,20 +147,20 @@ class PackedTensors:
         if more := len(self.mistakes[NAMED:]):
             yield f"{more} more quantised weights are as wrong"
 
-    def add(self, name: str, packed: PackedTensor, tensors: Stored, fits: bool) -> None:
+    def add(self, name: str, encoded: EncodedTensor, tensors: Stored, fits: bool) -> None:
         """Add a weight to `found`. If its stored tensors do not fit, also add an error message to `mistakes`.
 
         Args:
             name: The name of the weight.
-            packed: The weight.
+            encoded: The weight.
             tensors: All tensors of the checkpoint.
             fits: True if dtypes and shapes of the stored tensors are as expected.
         """
-        self.found[name] = packed
+        self.found[name] = encoded
         if not fits:
-            infos = [(each, tensors[each].info) for each in packed.stored]
+            infos = [(each, tensors[each].info) for each in encoded.stored]
             told = " and ".join(f"{each} {list(info.shape)} ({info.dtype})" for each, info in infos)
-            self.mistakes.append(f"{told} are no weights of {packed.format} and their scales")
+            self.mistakes.append(f"{told} are no weights of {encoded.format} and their scales")
 
     def lacks(self, name: str, tensors: Stored, *needed: str) -> bool:
         """Return True, and add an error message, if any of the tensors `needed` is missing from the checkpoint.
@@ -175,7 +175,7 @@ class PackedTensors:
             self.mistakes.append(f"{name} is quantised, and its {' and '.join(missing)} are missing")
         return bool(missing)
 
-    def unpacked_shapes(self, tensors: Stored) -> Iterator[tuple[str, Shape]]:
+    def decoded_shapes(self, tensors: Stored) -> Iterator[tuple[str, Shape]]:
         """Yield name and shape of each tensor that the checkpoint would have if all its weights were stored as floats.
 
         Args:
@@ -190,7 +190,7 @@ class StoredFormat(ABC):
     """A quantisation format that config.json names. It finds the weights that are stored in this format."""
 
     @abstractmethod
-    def find(self, tensors: Stored) -> PackedTensors:
+    def find(self, tensors: Stored) -> EncodedTensors:
         """Return the weights among a checkpoint's tensors that are stored in this format.
 
         Args:
@@ -201,16 +201,16 @@ class StoredFormat(ABC):
 class QweightFormat(StoredFormat):
     """A format that stores each quantised weight as tensors `qweight`, `scales` and `qzeros` (AWQ, GPTQ)."""
 
-    def find(self, tensors: Stored) -> PackedTensors:
+    def find(self, tensors: Stored) -> EncodedTensors:
         """Return the quantised weights of all modules that have a tensor `qweight`."""
-        packed = PackedTensors()
+        encoded = EncodedTensors()
         for name in tensors:
             if name.endswith(".qweight"):
-                self._add(packed, name.removesuffix("qweight"), tensors)
-        return packed
+                self._add(encoded, name.removesuffix("qweight"), tensors)
+        return encoded
 
     @abstractmethod
-    def _add(self, packed: PackedTensors, module: str, tensors: Stored) -> None: ...
+    def _add(self, encoded: EncodedTensors, module: str, tensors: Stored) -> None: ...
 
 
 def wrong_group(group: object) -> list[str]:
