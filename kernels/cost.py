@@ -819,7 +819,7 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Decompressing:
+class DecompressionFlops:
     """The FLOPs of attention over K and V that are first computed from cached latents (MLA).
 
     Attributes:
@@ -878,7 +878,7 @@ class OperatorCost:
     only_sampled: bool = False
     experts: int = 0
     chosen: int = 0
-    decompressing: Decompressing | None = None
+    decompressing: DecompressionFlops | None = None
 
     @property
     def useful_pair(self) -> int:

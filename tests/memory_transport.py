@@ -15,7 +15,7 @@ from typing import Protocol
 
 from batchinfer.engine.config import EngineConfig
 from batchinfer.machine.memory import peak_memory
-from batchinfer.machine.spawning import Ended
+from batchinfer.machine.spawning import ChildExit
 from batchinfer.pipeline.workers.endings import failure
 from batchinfer.pipeline.workers.messages import (
     Add,
@@ -61,7 +61,7 @@ class MemoryLink:
     def __init__(self, worker: InMemory) -> None:
         self.worker = worker
         self.closed = False
-        self._ended: Ended | None = None
+        self._ended: ChildExit | None = None
         self._said: deque[object] = deque()
 
     def send(self, message: object) -> None:
@@ -87,7 +87,7 @@ class MemoryLink:
         try:
             yield
         except DiedError as death:
-            self._ended = Ended(death.code)
+            self._ended = ChildExit(death.code)
 
     def poll(self, timeout_s: float) -> bool:
         return bool(self._said) or self.dead
@@ -97,11 +97,11 @@ class MemoryLink:
             raise EOFError
         return self._said.popleft()
 
-    def wait(self, within_s: float) -> Ended | None:
+    def wait(self, within_s: float) -> ChildExit | None:
         return self._ended
 
     def kill(self) -> None:
-        self._ended = self._ended or Ended(-signal.SIGKILL)
+        self._ended = self._ended or ChildExit(-signal.SIGKILL)
 
     def close(self) -> None:
         self.kill()
@@ -129,7 +129,7 @@ class MemoryTransport:
             time.sleep(min(timeout_s, LOOK_S))
         return said
 
-    call, takes_standby = PROCESSES.call, PROCESSES.takes_standby
+    call, can_use_standby = PROCESSES.call, PROCESSES.can_use_standby
 
     wanted, wait_s = "", 0.0
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from batchinfer.input.prompts import render_worker
-from batchinfer.machine.spawning import Ended
+from batchinfer.machine.spawning import ChildExit
 from tests.patience import PATIENCE_S
 
 
@@ -32,9 +32,9 @@ class RenderThread:
         self._thread = threading.Thread(target=serve, daemon=True, name="render")
         self._thread.start()
 
-    def wait(self, within_s: float) -> Ended | None:
+    def wait(self, within_s: float) -> ChildExit | None:
         self._thread.join(within_s)
-        return None if self._thread.is_alive() else Ended(1)
+        return None if self._thread.is_alive() else ChildExit(1)
 
     def close(self) -> None:
         self.connection.close()

@@ -13,7 +13,7 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.filesystem.durable import FileOps
 from batchinfer.input.prompts.keys import token_bytes, work_key
-from batchinfer.input.prompts.prepared.rows import Prepared, PreparedRows
+from batchinfer.input.prompts.prepared.rows import PreparedPrompts, PreparedRows
 from batchinfer.input.prompts.row_facts import RowFields, no_facts
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.requests import Prompts
@@ -25,7 +25,7 @@ CONTEXT = b"batchinfer bench"  # a constant part of work keys: benchmarks store 
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedWorkload:
     """A workload with its plan.
 
     Attributes:
@@ -41,7 +41,7 @@ class Planned:
 
 def plan_rows(
     rows: Sequence[Row], folder: Path, threads: int, roots: ContentRoots, deduplicate: bool = True
-) -> Planned:
+) -> PlannedWorkload:
     """Write an index of the rows to a folder and plan them.
 
     Args:
@@ -70,15 +70,15 @@ def plan_rows(
     plan = plan_job(
         sorted(layout.index.glob("part-*.parquet")), tokens, [], folder / "plan", roots, threads=threads
     )
-    return Planned(row_keys(prepared), plan, tokens)
+    return PlannedWorkload(row_keys(prepared), plan, tokens)
 
 
-def row_keys(prepared: Prepared) -> tuple[bytes, ...]:
+def row_keys(prepared: PreparedPrompts) -> tuple[bytes, ...]:
     """Return the work key of each row, 32 bytes."""
     return tuple(prepared.keys[at : at + 32] for at in range(0, len(prepared.keys), 32))
 
 
-def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
+def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> PreparedPrompts:
     """Return the rows in the form in which an index stores them.
 
     Args:
@@ -94,7 +94,7 @@ def prepared_rows(rows: Sequence[Row], deduplicate: bool) -> Prepared:
         data = token_bytes(prompt)
         occurrence = 0 if deduplicate else number
         keys += work_key(CONTEXT, texts[params[asked[number]]], data, occurrence)
-    return Prepared(
+    return PreparedPrompts(
         errors={},
         params=texts,
         params_of=np.array([params[one] for one in asked], np.int32),

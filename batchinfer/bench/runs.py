@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchinfer.bench.planning import Planned, plan_rows
+from batchinfer.bench.planning import PlannedWorkload, plan_rows
 from batchinfer.bench.workloads import Row
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.errors import BatchInferError, OutOfMemory
@@ -46,7 +46,7 @@ class Run:
     answers: tuple[tuple[int, ...], ...]
 
 
-Planner = Callable[[Sequence[Row], Path, int, ContentRoots, bool], Planned]
+Planner = Callable[[Sequence[Row], Path, int, ContentRoots, bool], PlannedWorkload]
 
 
 def timed_run(
@@ -83,7 +83,9 @@ def timed_run(
     return Run(wall_s, plan_s, planned.plan, tuple(answers.steps), shapes, found)
 
 
-def _run(planned: Planned, roots: ContentRoots, engine: Engine, info: EngineInfo, answers: _Answers) -> None:
+def _run(
+    planned: PlannedWorkload, roots: ContentRoots, engine: Engine, info: EngineInfo, answers: _Answers
+) -> None:
     host = InProcessHost(engine, info)
     batches = read_requests(planned.plan, planned.tokens, REQUEST_BATCH, roots)
     run_plan(batches, host, answers, Interrupts(), lambda _: None)

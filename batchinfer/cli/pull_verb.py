@@ -15,7 +15,7 @@ from batchinfer.core.wording import size
 from batchinfer.pipeline.workers.interrupts import Interrupts
 
 if TYPE_CHECKING:
-    from batchinfer.verbs.pull import Pulled
+    from batchinfer.verbs.pull import PulledModel
 
 
 def pull(
@@ -58,7 +58,7 @@ def pull(
     return code
 
 
-def _lines(pulled: Pulled) -> list[str]:
+def _lines(pulled: PulledModel) -> list[str]:
     sizes = f"{pulled.files} files, {size(pulled.bytes)}; {size(pulled.downloaded_bytes)} of weights downloaded now"
     named = [("folder", str(pulled.folder)), ("size", sizes)]
     if pulled.problem is None:
@@ -69,7 +69,7 @@ def _lines(pulled: Pulled) -> list[str]:
     return [head, *(paint(f"  {key:<9}", "quiet") + paint(text) for key, text in named)]
 
 
-def _facts(pulled: Pulled, code: int) -> dict[str, object]:
+def _facts(pulled: PulledModel, code: int) -> dict[str, object]:
     return {
         "exit_code": code,
         "model": str(pulled.name),

@@ -20,7 +20,7 @@ from batchinfer.verbs.answer import FORMATS, JSON_FORMATS, check_escapes, check_
 if TYPE_CHECKING:
     from batchinfer.store.results.published import Problem
     from batchinfer.verbs.query import Query
-    from batchinfer.verbs.verify import Verified
+    from batchinfer.verbs.verify import Verification
 
 
 Result = Annotated[
@@ -161,7 +161,7 @@ def _tell_problems(problems: Sequence[Problem]) -> None:
         tell(printable(f"{problem.file}: {problem.message}"))
 
 
-def _say_verified(results: Path, found: Verified, code: int) -> None:
+def _say_verified(results: Path, found: Verification, code: int) -> None:
     from batchinfer.pipeline.repair import next_step
 
     problems = [{"path": str(problem.file), "message": problem.message} for problem in found.problems]

@@ -44,7 +44,7 @@ class PrefixForest:
         return len(self.depth)
 
     @property
-    def around(self) -> Ints:
+    def parents(self) -> Ints:
         """Return (prompts + nodes,): the node of each prompt's longest shared prefix, then the parent of each node.
 
         Prompts and nodes without one have ROOT.
@@ -52,7 +52,7 @@ class PrefixForest:
         return np.concatenate([self.node_of, self.parent])
 
     @property
-    def firsts(self) -> Ints:
+    def first_prompts(self) -> Ints:
         """Return (prompts + nodes,): the number of each prompt, then the number of the first prompt of each node."""
         return np.concatenate([np.arange(len(self.node_of), dtype=np.int32), self.first])
 

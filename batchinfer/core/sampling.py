@@ -251,7 +251,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def penalised(self) -> bool:
+    def has_penalty(self) -> bool:
         """Return True if a repetition, presence or frequency penalty is set."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
@@ -263,7 +263,7 @@ class SamplingParams:
     @property
     def is_stateless(self) -> bool:
         """Return True if each token is sampled independently of earlier tokens, and without log-probabilities."""
-        looks_back = self.penalised or self.min_tokens or self.bad_tokens
+        looks_back = self.has_penalty or self.min_tokens or self.bad_tokens
         guided = self.constraint is not None or self.reasoning is not None
         return not looks_back and not guided and not self.asks_logprobs
 

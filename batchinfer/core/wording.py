@@ -24,7 +24,7 @@ def counted(number: float | None, noun: str) -> str:
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
-def short(value: float | None) -> str:
+def short_number(value: float | None) -> str:
     """Format a number with three digits and a suffix: 950, 12.3k, 1.20M. None becomes a dash."""
     if value is None:
         return UNKNOWN
@@ -56,7 +56,7 @@ def seconds(value: float | None) -> str:
     return f"{_three(value)} s" if value < 59.95 else _long(round(value))
 
 
-def about(value: float | None) -> str:
+def rough_duration(value: float | None) -> str:
     """Format an estimated duration in seconds without decimals: 4 s, 3 min, 2 h 5 min. None becomes a dash."""
     if value is None:
         return UNKNOWN
@@ -142,8 +142,8 @@ def _number(value: float, unit: str) -> str:
     if unit in PREFIXED:
         return prefixed(value, unit)
     if "/" in unit:
-        return f"{short(value)} {unit}"
-    return count(value) if isinstance(value, int) else short(value)
+        return f"{short_number(value)} {unit}"
+    return count(value) if isinstance(value, int) else short_number(value)
 
 
 def _share(value: float) -> str:
@@ -156,4 +156,4 @@ def _share(value: float) -> str:
 def prefixed(value: float, unit: str) -> str:
     """Format a number with a metric prefix and a unit: 180 GFLOP/s. PREFIXED lists the supported units."""
     one_unit, letter = next((one for one in _PREFIXES if abs(value) >= one[0] * 0.9995), (1.0, ""))
-    return f"{short(value / one_unit)} {letter}{PREFIXED[unit]}"
+    return f"{short_number(value / one_unit)} {letter}{PREFIXED[unit]}"

@@ -11,7 +11,7 @@ from batchinfer.input.files import list_inputs
 from batchinfer.input.format_detection import by_name
 from batchinfer.input.input_file import InputFile
 from batchinfer.input.protocol import DEFAULT_TEXT, TextOptions
-from batchinfer.input.reader import Reader, SampleSize, Strata
+from batchinfer.input.reader import Reader, SampleSize, SpreadSample
 
 if TYPE_CHECKING:
     from batchinfer.job import InputSection, Job
@@ -35,7 +35,7 @@ def open_input(
     job: Job,
     files: Sequence[InputFile],
     sample: SampleSize | None = None,
-    strata: Strata | None = None,
+    strata: SpreadSample | None = None,
     chunk: ChunkSize | None = None,
 ) -> Reader:
     """Open the input files of a job, and read their schemas.

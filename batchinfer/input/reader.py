@@ -33,7 +33,7 @@ class SampleSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Strata:
+class SpreadSample:
     """A sample of rows that are spread over the input: of every `stride` rows, the middle ones are sampled.
 
     Attributes:
@@ -78,7 +78,7 @@ class Reader:
     sha256: dict[str, str]
     sample: SampleSize | None = None
     complete: bool = False
-    strata: Strata | None = None
+    strata: SpreadSample | None = None
     chunk: ChunkSize = DEFAULT_SIZE
     _schemas: list[pa.Schema | None] = field(default_factory=list)  # the common schema, once it was read
     _wide: WideColumns = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Reader:
         files: Sequence[InputFile],
         text: TextOptions = DEFAULT_TEXT,
         sample: SampleSize | None = None,
-        strata: Strata | None = None,
+        strata: SpreadSample | None = None,
         chunk: ChunkSize | None = None,
     ) -> Reader:
         """Return a reader of the files, after reading their schemas.
@@ -128,7 +128,7 @@ class Reader:
         self,
         files: Sequence[InputFile],
         sample: SampleSize | None,
-        strata: Strata | None,
+        strata: SpreadSample | None,
         chunk: ChunkSize,
     ) -> Reader | None:
         """Return a reader of the same files with other options. Their headers and footers are not read again.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from batchinfer.core.errors import UsageError
-from batchinfer.core.wording import about
+from batchinfer.core.wording import rough_duration
 
 TIME_FORMATS = "a time of day such as 06:00, or a timestamp such as 2027-01-31T06:00"
 _CLOCK = re.compile(r"([01]\d|2[0-3]):([0-5]\d)")
@@ -41,7 +41,7 @@ class StopTime:
         except (ValueError, OverflowError):
             raise UsageError(f"stop_at (--stop-at): found {text[:80]!r}; it must be {TIME_FORMATS}") from None
         if at <= now:
-            passed = about((now - at).total_seconds())
+            passed = rough_duration((now - at).total_seconds())
             raise UsageError(
                 f"stop_at (--stop-at): {text} was {passed} ago; give a time in the future, or a time of day such as "
                 "06:00, which is its next occurrence"

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from batchinfer.core.errors import OutOfMemory, Unavailable
-from batchinfer.machine.spawning import Child, Ended, receiving
+from batchinfer.machine.spawning import Child, ChildExit, receiving
 from batchinfer.machine.waiting import wait_for_message
 
 _LEAVE_S = 10.0
 _CONTINUES = "run the same command again"
 
 
-class Died(Exception):
+class ChildDied(Exception):
     """The child process of an `ask_child` call died, and so did the child process that repeated its work.
 
     The cause is not a limit on memory or CPU time. Probably it is the arguments of the call.
     """
 
-    def __init__(self, ended: Ended | None) -> None:
+    def __init__(self, ended: ChildExit | None) -> None:
         super().__init__("closed its connection" if ended is None else str(ended))
 
 
@@ -33,11 +33,11 @@ def ask_child(what: str, target: str, *arguments: object, within_s: float) -> An
         within_s: The time limit of each try, in seconds.
 
     Raises:
-        Died: The process died twice.
+        ChildDied: The process died twice.
         Unavailable: The process did not answer in time, or reached its limit on CPU time.
         OutOfMemory: The process was killed, most likely because memory ran out.
     """
-    ended: Ended | None = None
+    ended: ChildExit | None = None
     silent = False
     for _ in range(2):
         with Child(target, *arguments) as child:
@@ -54,4 +54,4 @@ def ask_child(what: str, target: str, *arguments: object, within_s: float) -> An
         raise OutOfMemory(f"{what} {ended}; free some memory, then {_CONTINUES}")
     if ended is not None and ended.out_of_cpu_time:
         raise Unavailable(f"{what} {ended}; raise it, then {_CONTINUES}")
-    raise Died(ended)
+    raise ChildDied(ended)

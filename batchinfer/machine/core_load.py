@@ -37,7 +37,7 @@ class CoreLoad:
         """Return the number of cores that this process may use, ignoring a container's CPU quota."""
         return len(self._cores)
 
-    def look(self) -> float | None:
+    def measure(self) -> float | None:
         """Return how many cores other processes used on average since the last call, such as 1.5.
 
         The first call measures from the creation of this object. The result is None if the system does not report it.

@@ -45,7 +45,7 @@ run_child(int(sys.argv[2]), sys.argv[3], sys.argv[4])
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ChildExit:
     """The end of a child process.
 
     Args:
@@ -134,7 +134,7 @@ class Child:
 
     def _start(self, target: str, files: Sequence[int], imports: Sequence[str]) -> None:
         self.connection, theirs = Pipe()
-        self._ended: Ended | None = None
+        self._ended: ChildExit | None = None
         with theirs:
             self.pid = _spawn(target, theirs.fileno(), files, imports)
 
@@ -155,17 +155,17 @@ class Child:
     ) -> None:
         self.close()
 
-    def wait(self, within_s: float) -> Ended | None:
+    def wait(self, within_s: float) -> ChildExit | None:
         """Wait up to `within_s` seconds for the end of the child. Return None if it is still running."""
         deadline = time.monotonic() + within_s
         while self._ended is None:
             try:
                 pid, status, used = os.wait4(self.pid, os.WNOHANG)
             except ChildProcessError:  # this process ignores SIGCHLD, so exit statuses are lost
-                self._ended = Ended(None)
+                self._ended = ChildExit(None)
                 break
             if pid:
-                self._ended = Ended(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime)
+                self._ended = ChildExit(os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime)
             elif time.monotonic() >= deadline:
                 break
             else:

@@ -23,7 +23,7 @@ class WaitTimer:
         self._most_s, self._clock = most_s, clock
         self.seconds, self._looked_at = 0.0, clock()
 
-    def look(self) -> float:
+    def update(self) -> float:
         """Add the time since the last call to the waiting time, and return the waiting time in seconds."""
         now = self._clock()
         self.seconds += min(now - self._looked_at, self._most_s)
@@ -42,6 +42,6 @@ def wait_for_message(pipe: Connection[Any, Any], within_s: float) -> bool:
     """
     timer = WaitTimer()
     while not pipe.poll(LOOK_S):
-        if timer.look() >= within_s:
+        if timer.update() >= within_s:
             return False
     return True

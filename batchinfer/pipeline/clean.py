@@ -13,9 +13,9 @@ from batchinfer.core.wording import count, counted, size
 from batchinfer.filesystem.durable import storage
 from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.job import Job
-from batchinfer.store.answers.cleaning import CHEAP, Cleaned, Keep, clean_store
+from batchinfer.store.answers.cleaning import CHEAP, CleaningResult, RetentionRule, clean_store
 from batchinfer.store.answers.completion_store import CompletionStore
-from batchinfer.store.answers.uses import User, record_use, stored_keep, write_uses
+from batchinfer.store.answers.uses import UsingResult, record_use, stored_keep, write_uses
 from batchinfer.store.kept.files import last_kept
 from batchinfer.store.results.find_state import find_state
 from batchinfer.store.results.join import Join
@@ -40,7 +40,7 @@ class Cleanup:
     store: Path
     keep_days: int | None
     dry_run: bool
-    answers: Cleaned
+    answers: CleaningResult
     folders: int
     folder_bytes: int
 
@@ -89,7 +89,7 @@ def note_use(state: StateFolder, keep: int | None, join: Join, store: Completion
     Raises:
         StorageError: The record cannot be written.
     """
-    user = User(str(state.root), str(state.published), keep)
+    user = UsingResult(str(state.root), str(state.published), keep)
     now = time.time()  # not the start of the run, because a run may last longer than `keep`
     write_uses(store.path, record_use(user, join.used(), store.rows_by_part(), now), state.ops)
 
@@ -110,7 +110,7 @@ def clean_after_run(
     try:
         clean_store(
             state.completions,
-            Keep(keep, str(state.root)),
+            RetentionRule(keep, str(state.root)),
             CHEAP,
             should_continue=should_continue,
             ops=state.ops,
@@ -169,7 +169,9 @@ def _clean(state: StateFolder, keep: int | None, dry_run: bool) -> Cleanup:
             with root.lock():
                 root.remove_old_generations()
         root.remove_idle()
-    answers = clean_store(state.completions, Keep(keep, str(state.root)), dry_run=dry_run, ops=state.ops)
+    answers = clean_store(
+        state.completions, RetentionRule(keep, str(state.root)), dry_run=dry_run, ops=state.ops
+    )
     return Cleanup(state.completions, keep, dry_run, answers, len(old), folder_bytes)
 
 

@@ -165,9 +165,9 @@ class Collector:
         self._store.maybe_commit()
         self._progress.tick()
         if self._deadline is not None:
-            self._deadline.look(self._progress.left_s())
+            self._deadline.warn_if_late(self._progress.left_s())
         if self._revised is not None:
-            self._revised.look(self._progress)
+            self._revised.report_once(self._progress)
 
     def _count(self, completion: Completion, tokens: int, truncated: bool, engine: int) -> None:
         expected, invalid = self._in_flight.pop(completion.key), is_invalid(completion)

@@ -34,9 +34,9 @@ class OperatorsBuild:
     def mark_needed(self) -> None:
         """Record that an engine needs the operators from now on. The time until they are ready counts as waiting."""
         self._needed_at = time.monotonic()
-        self.look()
+        self.notify_progress()
 
-    def look(self) -> None:
+    def notify_progress(self) -> None:
         """Notify the user once that operators are being compiled, and once that they are ready.
 
         A failed compilation causes no notice, because the engine reports it.
@@ -100,9 +100,9 @@ def build_operators(device: str, notice: Callable[[str], None], codes: bool = Fa
         return
     report = OperatorsBuild(build, notice, COMPILING_FIRST)
     try:
-        report.look()
+        report.notify_progress()
         build.wait()
-        report.look()
+        report.notify_progress()
     finally:
         build.stop()
 

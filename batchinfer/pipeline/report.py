@@ -222,7 +222,7 @@ class RunReport:
             self._meter.share_prefixes()
 
     @property
-    def metered(self) -> bool:
+    def has_meter(self) -> bool:
         """Return True if this run has a meter: it started engines, and its report is not complete yet."""
         return self._meter is not None
 

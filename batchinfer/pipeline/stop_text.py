@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from datetime import datetime
 
-from batchinfer.core.wording import about, count
+from batchinfer.core.wording import count, rough_duration
 from batchinfer.job import Job
 from batchinfer.job.deadline import StopTime
 from batchinfer.pipeline.options import RunOptions
@@ -16,7 +16,7 @@ from batchinfer.store.results.made_by import MadeBy
 def stop_line(stop: StopTime, now: datetime) -> str:
     """Return the notice that a run will stop early: at which time, and how long from now."""
     left_s = (stop.at - now).total_seconds()
-    return f"the run stops at {stop.at.astimezone():%Y-%m-%d %H:%M}, in {about(left_s)} (--stop-at)"
+    return f"the run stops at {stop.at.astimezone():%Y-%m-%d %H:%M}, in {rough_duration(left_s)} (--stop-at)"
 
 
 def stopped_early_text(job: Job, options: RunOptions) -> str:
@@ -85,4 +85,4 @@ def rows_left_text(progress: Progress, rows: int | None, forecast_s: float | Non
         left_s = forecast_s * (1 - (progress.share or 0.0))
     if left_s is None:
         return f"{takes}, and it is not known yet how long they take"
-    return f"{takes}, which take about {about(left_s)}"
+    return f"{takes}, which take about {rough_duration(left_s)}"

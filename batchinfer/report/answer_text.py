@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from batchinfer.core.wording import count, counted, percent, short
+from batchinfer.core.wording import count, counted, percent, short_number
 
 _MOST_LABELS = 6  # labels in the summary; the page shows all
 Row = Mapping[str, Any]
@@ -57,8 +57,6 @@ def _labels(row: Row) -> str:
 
 def _scores(row: Row) -> str:
     found = perplexity(row["mean_logprob"])
-    named = "" if found is None else f" (perplexity {short(found)})"
+    named = "" if found is None else f" (perplexity {short_number(found)})"
     greedy = f"; greedy decoding gives {counted(row['greedy_rows'], 'row')}" if row["greedy_rows"] else ""
-    return (
-        f"{short(row['scored_tokens'])} tokens, mean log-probability {row['mean_logprob']:.3f}{named}{greedy}"
-    )
+    return f"{short_number(row['scored_tokens'])} tokens, mean log-probability {row['mean_logprob']:.3f}{named}{greedy}"

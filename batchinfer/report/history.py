@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from statistics import median
 
-from batchinfer.core.wording import UNKNOWN, count, percent, seconds, short
+from batchinfer.core.wording import UNKNOWN, count, percent, seconds, short_number
 from batchinfer.report.tables.exit_status import is_published
 
 HISTORY = "history"  # its name among the tables of `batchinfer query`
@@ -239,7 +239,7 @@ def trends(runs: Sequence[PastRun], limit: int) -> list[tuple[PastRun, float | N
     return found
 
 
-def verdict(found: Comparison) -> Iterator[str]:
+def comparison_lines(found: Comparison) -> Iterator[str]:
     """Yield lines for users that describe a comparison of speeds."""
     if found.run_id is None:
         yield (
@@ -253,9 +253,9 @@ def verdict(found: Comparison) -> Iterator[str]:
         )
     else:
         yield (
-            f"{found.run_id}: {short(found.tokens_per_s)} tok/s, {_changed(found.change)} the median of the "
-            f"{found.before} comparable runs before it ({short(found.median_tokens_per_s)} tok/s; from slowest to "
-            f"fastest they differ by {percent(found.spread)})"
+            f"{found.run_id}: {short_number(found.tokens_per_s)} tok/s, {_changed(found.change)} the median of the "
+            f"{found.before} comparable runs before it ({short_number(found.median_tokens_per_s)} tok/s; from slowest "
+            f"to fastest they differ by {percent(found.spread)})"
         )
     if found.left_out:
         reasons = sorted(found.left_out.items(), key=lambda item: (-item[1], item[0]))
@@ -311,9 +311,9 @@ def _cells(run: PastRun, change: float | None) -> tuple[str, ...]:
         f"{status} ({run.exit_code})" if run.exit_code else status,
         count(run.rows),
         count(run.computed_requests),
-        short(run.tokens),
-        short(run.total_tokens_per_s),
-        short(run.tokens_per_tflop),
+        short_number(run.tokens),
+        short_number(run.total_tokens_per_s),
+        short_number(run.tokens_per_tflop),
         percent(run.roofline_efficiency),
         seconds(run.wall_s),
         seconds(run.engine_s),

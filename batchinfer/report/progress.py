@@ -15,7 +15,7 @@ from typing import Literal, TextIO
 
 from batchinfer.core.samples import StepSample
 from batchinfer.core.text import printable, with_near_paths
-from batchinfer.core.wording import about, count, short, size
+from batchinfer.core.wording import count, rough_duration, short_number, size
 from batchinfer.report.expected_output import ExpectedOutput
 
 Phase = Literal[
@@ -517,7 +517,7 @@ def _amount(work: _Work) -> str:
     if work.phase == "downloading":
         return f"{size(done)} of {size(total or 0)}"
     if work.prompt_tokens is not None:
-        return f"{short(done)} of {short(total)} tokens{_SO_FAR if work.more else ''}"
+        return f"{short_number(done)} of {short_number(total)} tokens{_SO_FAR if work.more else ''}"
     return (
         f"{count(done)} {work.unit}"
         if total is None or work.total_bytes
@@ -555,10 +555,14 @@ def line_of(work: _Work, now: float) -> str:
 def _details(work: _Work, now: float) -> list[str]:
     rate, left = work.rate(now), work.left_s(now)
     parts = [] if rate is None else [_rate(work, rate)]
-    return parts if left is None else [*parts, f"about {about(left)} left"]
+    return parts if left is None else [*parts, f"about {rough_duration(left)} left"]
 
 
 def _rate(work: _Work, rate: float) -> str:
     if work.phase == "downloading":
         return f"{size(rate)}/s"
-    return f"{about(1 / rate)} a layer" if work.in_layers and rate < 1 else f"{short(rate)} {work.unit}/s"
+    return (
+        f"{rough_duration(1 / rate)} a layer"
+        if work.in_layers and rate < 1
+        else f"{short_number(rate)} {work.unit}/s"
+    )

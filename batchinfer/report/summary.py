@@ -9,7 +9,16 @@ from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES, LaunchMode
 from batchinfer.core.statistics.quality import Quality
-from batchinfer.core.wording import UNKNOWN, about, count, counted, percent, seconds, short, size
+from batchinfer.core.wording import (
+    UNKNOWN,
+    count,
+    counted,
+    percent,
+    rough_duration,
+    seconds,
+    short_number,
+    size,
+)
 from batchinfer.machine.hardware import arithmetic_text
 from batchinfer.report.answer_text import answers_line
 from batchinfer.report.tables.exit_status import is_published
@@ -132,10 +141,10 @@ def _tokens(row: Row) -> str:
         (row["prefix_saved_tokens"], "by shared prefixes"),
         (row["duplicate_saved_tokens"], "by duplicates"),
     ]
-    savings = [f"{short(number)} {what}" for number, what in saved if number]
-    parts = [f"{short(row['prompt_tokens_run'])} prompt run"]
+    savings = [f"{short_number(number)} {what}" for number, what in saved if number]
+    parts = [f"{short_number(row['prompt_tokens_run'])} prompt run"]
     if row["output_tokens"]:
-        parts.append(f"{short(row['output_tokens'])} output")
+        parts.append(f"{short_number(row['output_tokens'])} output")
     if savings:
         savings[0] = savings[0].replace(" by ", " saved by ")
     return ", ".join([*parts, *savings])
@@ -145,9 +154,9 @@ def _speed(row: Row) -> str:
     if row["total_tokens_per_s"] is None:
         return ""
     if not row["output_tokens"]:
-        return f"{short(row['prompt_tokens_per_s'])} prompt tok/s"
-    parts = [f"{short(row[f'{kind}_tokens_per_s'])} {kind} tok/s" for kind in ("prompt", "output")]
-    return f"{' + '.join(parts)} = {short(row['total_tokens_per_s'])} tok/s"
+        return f"{short_number(row['prompt_tokens_per_s'])} prompt tok/s"
+    parts = [f"{short_number(row[f'{kind}_tokens_per_s'])} {kind} tok/s" for kind in ("prompt", "output")]
+    return f"{' + '.join(parts)} = {short_number(row['total_tokens_per_s'])} tok/s"
 
 
 def _latency(row: Row) -> str:
@@ -214,7 +223,7 @@ def _launched(row: Row) -> str:
         return ""
     times = row.get("host_launches")
     if times is not None and times < row["steps"]:
-        launched = f"{launched}, {short(row['steps'] / times)} at once on average"
+        launched = f"{launched}, {short_number(row['steps'] / times)} at once on average"
     captures = [("loading", row["load_capture_s"]), ("steps", row["capture_s"])]
     took = ", ".join(f"{seconds(spent)} in {what}" for what, spent in captures if spent)
     return f"{launched}; captures took {took}" if took else launched
@@ -243,7 +252,7 @@ def _guided(row: Row) -> str:
     constrained, steered, forced = row["constrained_requests"], row["steered_requests"], row["forced_tokens"]
     return (
         f"{count(constrained)} answers under a constraint, which forbade the most likely token in {count(steered)}; "
-        f"{short(forced)} tokens forced, masks {seconds(row['mask_s'])}"
+        f"{short_number(forced)} tokens forced, masks {seconds(row['mask_s'])}"
     )
 
 
@@ -260,7 +269,7 @@ def _drafts(row: Row) -> str:
     )
     beside = row.get("draft_model_runs") == "beside"
     model = f"; the draft model took {seconds(row['proposing_s'])} alongside" if beside else ""
-    return f"{percent(accepted / drafted)} of {short(drafted)} proposed tokens were accepted{effect}{model}"
+    return f"{percent(accepted / drafted)} of {short_number(drafted)} proposed tokens were accepted{effect}{model}"
 
 
 def _time(row: Row) -> str:
@@ -273,7 +282,7 @@ def _forecast(row: Row) -> str:
     if row["forecast_s"] is None or row["forecast_error"] is None:
         return ""
     tokens, ran = row["forecast_output_tokens"], row["output_tokens"]
-    output = f"; output {short(tokens)} tokens, were {short(ran)}" if tokens or ran else ""
+    output = f"; output {short_number(tokens)} tokens, were {short_number(ran)}" if tokens or ran else ""
     engine = f"engine {seconds(row['forecast_s'])}, took {seconds(row['engine_wall_s'])}"
     return f"{engine} ({off(row['forecast_error'])}){output}"
 
@@ -289,11 +298,13 @@ def _deadline(row: Row) -> str:
     at, late_s = row["deadline"].astimezone(), (row["finished_at"] - row["deadline"]).total_seconds()
     when = f"{at:%Y-%m-%d %H:%M}"
     if row["deadline_met"]:
-        return f"{when}, met with {about(-late_s)} to spare"
-    missed = f"missed by {about(late_s)}" if late_s > 0 else f"{about(-late_s)} away"
+        return f"{when}, met with {rough_duration(-late_s)} to spare"
+    missed = f"missed by {rough_duration(late_s)}" if late_s > 0 else f"{rough_duration(-late_s)} away"
     if row["deadline_rows"] is None:
         return f"{when}, {missed}"
-    speed = "" if row["goodput_tokens_per_s"] is None else f", {short(row['goodput_tokens_per_s'])} tok/s"
+    speed = (
+        "" if row["goodput_tokens_per_s"] is None else f", {short_number(row['goodput_tokens_per_s'])} tok/s"
+    )
     return f"{when}, {missed}; by then {counted(row['deadline_rows'], 'row')} answered{speed}"
 
 
@@ -315,8 +326,8 @@ def _cost(row: Row) -> str:
         parts.append(f"{row['cost']:,.2f} at {row['price_per_hour']:g} an hour")
     if row["energy_j"] is not None:
         each = row["energy_j_per_token"]
-        per_token = "" if each is None else f", {short(each)} J a token"
-        parts.append(f"{short(row['energy_j'])}J while the engine ran{per_token}")
+        per_token = "" if each is None else f", {short_number(each)} J a token"
+        parts.append(f"{short_number(row['energy_j'])}J while the engine ran{per_token}")
     return "; ".join(parts)
 
 

@@ -18,10 +18,10 @@ from batchinfer.report.history import (
     Comparison,
     PastRun,
     compare,
+    comparison_lines,
     history_lines,
     history_sql,
     trends,
-    verdict,
 )
 from batchinfer.report.tables.columns.declared import RUN, SCHEMAS
 from batchinfer.report.tables.folder import report_folder, tables
@@ -51,7 +51,7 @@ class History:
         """Return lines for users: a table of the newest `limit` runs, and the comparison of the newest run."""
         older = len(self.runs) - limit
         more = [f"{older} older runs are not shown; --limit {len(self.runs)} shows all"] if older > 0 else []
-        return [*history_lines(trends(self.runs, limit)), *more, *verdict(self.comparison)]
+        return [*history_lines(trends(self.runs, limit)), *more, *comparison_lines(self.comparison)]
 
     def to_json(self, limit: int) -> dict[str, Any]:
         """Return the folder of the report, the newest `limit` runs, and the speed of the newest run as a JSON object.

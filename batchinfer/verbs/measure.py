@@ -109,12 +109,12 @@ def _step_times(
 
 
 def refuse_busy(load: CoreLoad) -> None:
-    """Raise Busy if other processes have used more than 0.2 cores since the last call of `load.look()`.
+    """Raise Busy if other processes have used more than 0.2 cores since the last call of `load.measure()`.
 
     Args:
         load: Measures the CPU time of other processes.
     """
-    others = load.look()
+    others = load.measure()
     if others is not None and others > MOST_BUSY:
         raise Busy(
             f"other processes use {others:.1f} of {load.cores} cores: peaks measured now would be too low, and every "

@@ -65,7 +65,7 @@ _CONTINUES = "the same command continues with the files that are there"
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PulledModel:
     """A model or adapter that has been downloaded completely into the Hugging Face cache.
 
     Attributes:
@@ -91,7 +91,7 @@ class Pulled:
     is_adapter: bool = False
 
 
-def pull_model(name: ModelName, progress: Progress, include: str | None = None) -> Pulled:
+def pull_model(name: ModelName, progress: Progress, include: str | None = None) -> PulledModel:
     """Download a model from the Hugging Face hub into the cache, or continue a download.
 
     Args:
@@ -178,7 +178,7 @@ class _Pull:
                 f"another batchinfer pull of {self.name.repo} is running; try again later"
             ) from error
 
-    def complete(self, progress: Progress) -> Pulled:
+    def complete(self, progress: Progress) -> PulledModel:
         """Download the model, and let its revision, such as "main", refer to this commit in the cache.
 
         Args:
@@ -203,7 +203,7 @@ class _Pull:
         path = self._path()
         count = len(small) + len(weights)
         named = str(self.name) if path == self.snapshot else str(path)
-        return Pulled(
+        return PulledModel(
             self.name,
             self.commit,
             self.snapshot,

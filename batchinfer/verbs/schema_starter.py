@@ -10,7 +10,7 @@ from typing import Any
 
 from batchinfer.core.errors import InputCorrupt, InputMissing
 from batchinfer.core.sampling import MAX_SCHEMA_BYTES, SamplingParams
-from batchinfer.input.constraints.answer_bound import Unbounded, most_tokens
+from batchinfer.input.constraints.answer_bound import UnboundedAnswer, most_tokens
 from batchinfer.input.constraints.constraint_check import constraint_problem
 from batchinfer.input.constraints.generated_schema import parsed_schema
 from batchinfer.input.constraints.schema_problem import BadSchema
@@ -78,7 +78,7 @@ class SchemaFile:
     def _max_tokens(self) -> str:
         try:
             bound = most_tokens(SamplingParams(json_schema=json.dumps(self.schema)))
-        except Unbounded:
+        except UnboundedAnswer:
             return str(MAX_TOKENS)
         return "fit" if bound <= FIT_TOKENS else str(MAX_TOKENS)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from batchinfer.core.errors import InputMissing, Interrupted, StopTimeReached, StorageError
-from batchinfer.core.wording import about, count, percent, seconds, short, shown, size
+from batchinfer.core.wording import count, percent, rough_duration, seconds, short_number, shown, size
 from batchinfer.filesystem.durable import FileOps, replace_bytes
 from batchinfer.filesystem.json_files import read_json
 from batchinfer.filesystem.state import StateFolder, state_of
@@ -87,7 +87,7 @@ class RunStatus:
             now: The current time.
         """
         told = [("phase", self._phase()), ("rows", _of(count(self.rows), self.rows_total, count)),
-                ("tokens", _of(short(self.tokens), self.tokens_total, short)), ("speed", self._speed()),
+                ("tokens", _of(short_number(self.tokens), self.tokens_total, short_number)), ("speed", self._speed()),
                 ("errors", self._errors()), ("memory", size(self.memory_bytes) if self.memory_bytes else ""),
                 ("started", _moment(self.started_at)), ("written", self._age(now)),
                 ("results", self.output)]  # fmt: skip
@@ -114,8 +114,8 @@ class RunStatus:
     def _speed(self) -> str:
         if self.per_s is None or not self.running:
             return ""
-        left = "" if self.left_s is None else f", about {about(self.left_s)} left"
-        return f"{short(self.per_s)} {'rows' if self.tokens is None else 'tok'}/s{left}"
+        left = "" if self.left_s is None else f", about {rough_duration(self.left_s)} left"
+        return f"{short_number(self.per_s)} {'rows' if self.tokens is None else 'tok'}/s{left}"
 
     def _errors(self) -> str:
         ranked = sorted(self.errors.items(), key=lambda item: (-item[1], item[0]))

@@ -17,7 +17,7 @@ from batchinfer.core.errors import Unavailable
 from batchinfer.filesystem.durable import sha256_of, storage
 
 
-class Stopped(Exception):
+class DownloadStopped(Exception):
     """Raised in a thread whose download was stopped, because another file failed or a signal arrived."""
 
 
@@ -75,13 +75,13 @@ class Transfer:
 
         Raises:
             Unavailable: The content does not have the expected SHA-256.
-            Stopped: `stop` was called.
+            DownloadStopped: `stop` was called.
         """
         from huggingface_hub.file_download import http_get
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # not in its __all__
 
         if self._stopping.is_set():
-            raise Stopped
+            raise DownloadStopped
         part.blob.parent.mkdir(parents=True, exist_ok=True)
         with part.partial.open("ab") as file:
             if file.tell() > part.size:
@@ -129,6 +129,6 @@ class Transfer:
             def update(self, _: int) -> None:
                 file.flush()
                 if stopping.is_set():
-                    raise Stopped
+                    raise DownloadStopped
 
         return Watch

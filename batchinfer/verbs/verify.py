@@ -12,7 +12,7 @@ from batchinfer.store.results.verify import verify_result, verify_store
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class Verification:
     """The result of checking a result folder and its stored answers.
 
     Attributes:
@@ -26,7 +26,7 @@ class Verified:
     unchecked: str | None = None
 
 
-def verify_results(results: Path) -> Verified:
+def verify_results(results: Path) -> Verification:
     """Read a published result and the stored answers of its job completely, and check every checksum.
 
     Args:
@@ -34,8 +34,8 @@ def verify_results(results: Path) -> Verified:
     """
     state, problems = find_state(results), verify_result(Location.at(results))
     if state.completions.is_dir():
-        return Verified([*problems, *verify_store(state.completions)], state.completions)
+        return Verification([*problems, *verify_store(state.completions)], state.completions)
     why = f"the stored answers were not checked: there is no folder {state.completions}"
     if state.shares_store:
-        return Verified(problems, None, f"{why}, where the job's last run stored them")
-    return Verified(problems, None, f"{why}; a store at cache.path is found once the job has run again")
+        return Verification(problems, None, f"{why}, where the job's last run stored them")
+    return Verification(problems, None, f"{why}; a store at cache.path is found once the job has run again")

@@ -30,7 +30,7 @@ from batchinfer.report.progress import Progress
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.results.find_state import find_state
 from batchinfer.verbs.query import open_answer
-from batchinfer.verbs.verify import Verified, verify_results
+from batchinfer.verbs.verify import Verification, verify_results
 from tests.batchinfer.pipeline.test_pipeline import FAKE, NO_ENGINE, people, write_job
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "resume.md"
@@ -203,7 +203,7 @@ def test_a_store_at_another_place_is_found_from_the_result(
     job = write_job(tmp_path, model, people(6), output={"path": "out/res/${date}"}, cache={"path": "shared"})
     store, result = tmp_path / "shared", tmp_path / "out/res/2026-01-01"
     run(job, "2026-01-01")
-    assert verify_results(result) == Verified([], store)
+    assert verify_results(result) == Verification([], store)
     (part,) = store.glob("part-*.parquet")
     whole = part.read_bytes()
     part.write_bytes(whole[:-1])

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from batchinfer.core.errors import JobFileError, UsageError
 from batchinfer.core.request import Completion, Output, Request, RowError
 from batchinfer.filesystem.location import Location
-from batchinfer.store.answers.cleaning import Keep, clean_store
+from batchinfer.store.answers.cleaning import RetentionRule, clean_store
 from batchinfer.store.answers.completion_store import read_records
 from batchinfer.store.answers.parts import COMPLETION_SCHEMA
 from batchinfer.store.columns.logprob_column import Detokenizer
@@ -91,7 +91,7 @@ class RatioKind(OutputKind):
         self, asked: RequestedOutputs, rows: pa.Table, matched: pa.Table, detokenizer: Detokenizer
     ) -> pa.Table:
         frame = Frame(rows, matched)
-        return frame.around(ratio=frame.when_answered(matched.column("ratio")))
+        return frame.result_table(ratio=frame.when_answered(matched.column("ratio")))
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
         return np.zeros(table.num_rows, np.int64)
@@ -176,7 +176,7 @@ def test_kinds_share_a_store_without_mixing(
     assert not verify_store(store)
     with pytest.raises(UsageError, match="different kinds of answers"):
         texts_and_ratios(tmp_path, texts)
-    cleaned = clean_store(store, Keep(None, None))
+    cleaned = clean_store(store, RetentionRule(None, None))
     assert cleaned.parts_after < cleaned.parts_before
     assert run(path, NO_ENGINE).exit_code == 0
     assert table(path) == ratios

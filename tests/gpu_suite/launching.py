@@ -16,7 +16,7 @@ from typing import Any, cast
 from batchinfer.core.samples import LAUNCH_MODES, StepSample
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.runner import Launched
+from batchinfer.engine.runner.runner import LaunchedStep
 from batchinfer.engine.schedule.budget import LAUNCH_LAYER_S, REPLAY_LAYER_S
 from batchinfer.engine.schedule.scheduler import Step
 from batchinfer.engine.schedule.step_plan import PlanWants, StepPlan
@@ -77,7 +77,7 @@ class TimedRunner:
 
         scheduler.schedule = timed
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         began = time.perf_counter()
         launched = self._runner.launch(plan)
         taken, (schedule_s, admitted) = time.perf_counter() - began, self._scheduled

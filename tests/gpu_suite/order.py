@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.bench.planning import Planned, prepared_rows, row_keys
+from batchinfer.bench.planning import PlannedWorkload, prepared_rows, row_keys
 from batchinfer.bench.workloads import Row
 from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.prefix_forest import prefix_forest
 from batchinfer.core.request import TokenIds, common_prefix
-from batchinfer.input.prompts.prepared.rows import Prepared
+from batchinfer.input.prompts.prepared.rows import PreparedPrompts
 from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
 from batchinfer.plan.order.run_order import depth_first, efforts, kept_together
 
@@ -37,7 +37,7 @@ class MemoryTokens:
 
 def plan_in_memory(
     rows: Sequence[Row], folder: Path, threads: int, roots: ContentRoots, deduplicate: bool = True
-) -> Planned:
+) -> PlannedWorkload:
     """Plan each distinct key once, in the order of `plan_rows`. Raises ValueError if a model's requests have several
     content roots.
     """
@@ -63,10 +63,10 @@ def plan_in_memory(
         columns["final_users"].append(users[keys[row]])
     path = folder / "plan.parquet"
     pq.write_table(pa.table(columns, schema=PLAN_SCHEMA), path)
-    return Planned(keys, _counted(path, columns, len(rows)), MemoryTokens(prepared.tokens))
+    return PlannedWorkload(keys, _counted(path, columns, len(rows)), MemoryTokens(prepared.tokens))
 
 
-def _ordered(prepared: Prepared, offsets: TokenIds, rows: Sequence[int]) -> list[int]:
+def _ordered(prepared: PreparedPrompts, offsets: TokenIds, rows: Sequence[int]) -> list[int]:
     """Return these rows in the planner's order."""
     heads = [prepared.tokens[offsets[row] :][: prepared.counts[row] - 1] for row in rows]
     order = sorted(range(len(rows)), key=lambda at: heads[at].tolist())

@@ -25,7 +25,7 @@ from batchinfer.engine.config import EngineConfig, LoadConfig
 from batchinfer.engine.load.build import load_weights
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.loop.engine import Engine
-from batchinfer.engine.runner.runner import Launched
+from batchinfer.engine.runner.runner import LaunchedStep
 from batchinfer.engine.schedule.step_plan import StepPlan
 from batchinfer.models.ops.peaks import measure_peaks
 from batchinfer_kernels.cost import Peaks
@@ -89,7 +89,7 @@ class Scripted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         assert plan.requests is not None
         lengths = plan.chunk_lengths
         own = np.repeat(np.arange(len(lengths)), lengths)
@@ -97,7 +97,7 @@ class Scripted:
         at = places + plan.starts[own] + 1 - TEXT
         sampled = range(len(own)) if plan.sampled is None else plan.sampled.tolist()
         self._tokens = [self._answers[plan.requests[own[row]][0]][int(at[row])] for row in sampled]
-        launched: Launched = self._inner.launch(plan)
+        launched: LaunchedStep = self._inner.launch(plan)
         return launched
 
     def forward(self, *given: Any) -> Tensor:

@@ -388,6 +388,6 @@ def _expected_accepted(
 
 def _verified(row: Sequence, proposal: Proposal) -> int:
     # Each draft of a row with penalties needs its own copy of the row's text
-    if not row.request.params.penalised:
+    if not row.request.params.has_penalty:
         return len(proposal.tokens)
     return min(len(proposal.tokens), _PENALISED_TOKENS // len(row))

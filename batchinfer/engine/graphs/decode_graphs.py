@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchinfer.engine.graphs.graph_capture import Capture, Captured, NotCaptured
+from batchinfer.engine.graphs.graph_capture import Capture, CapturedFunction, NotCaptured
 from batchinfer.engine.graphs.repeated_replays import AdvancingOps, RepeatedReplays
 from batchinfer.engine.kv.cache_layout import CacheGroup
 from batchinfer.engine.schedule.step_plan import Ints
@@ -83,7 +83,7 @@ class GraphOps(AdvancingOps, Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class _Graph:
     plans: list[FixedPlan]  # the plans that the graph reads, one per cache group
-    captured: Captured
+    captured: CapturedFunction
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ CAPTURE = "captur"
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedFunction:
     """A function whose kernel launches were captured.
 
     Attributes:
@@ -38,7 +38,7 @@ class NotCaptured(RuntimeError):
 
 
 # Runs a function and captures its launches. Raises torch.OutOfMemoryError and NotCaptured
-Capture = Callable[[Callable[[], Tensor]], Captured]
+Capture = Callable[[Callable[[], Tensor]], CapturedFunction]
 
 
 class GraphRecorder(ABC):
@@ -77,7 +77,7 @@ class GraphRecorder(ABC):
             NotCaptured: If the function cannot be captured.
         """
 
-    def __call__(self, run: Callable[[], Tensor]) -> Captured:
+    def __call__(self, run: Callable[[], Tensor]) -> CapturedFunction:
         """Run a function once to warm up, then capture its kernel launches.
 
         Args:
@@ -88,7 +88,7 @@ class GraphRecorder(ABC):
             NotCaptured: If the function cannot be captured.
         """
         self.warm_up(run)
-        return Captured(*self.record(run))
+        return CapturedFunction(*self.record(run))
 
 
 class GpuRecorder(GraphRecorder):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from batchinfer.engine.graphs.graph_capture import Captured
+from batchinfer.engine.graphs.graph_capture import CapturedFunction
 from batchinfer.engine.tensors.batch import RanStep
 from batchinfer.engine.tensors.graph_inputs import GraphInputs
 from batchinfer.models.ops.attention import FixedPlan
@@ -49,7 +49,7 @@ class RepeatedReplays:
     """
 
     ops: AdvancingOps
-    captured: Captured
+    captured: CapturedFunction
     plans: Seq[FixedPlan]
     inputs: GraphInputs
     tables: Seq[Tensor]

@@ -25,7 +25,7 @@ from batchinfer.engine.config import (
 )
 from batchinfer.engine.load.cache_fit import fit_cache
 from batchinfer.engine.load.cache_memory import CacheMemory
-from batchinfer.engine.load.device_fit import Fitted
+from batchinfer.engine.load.device_fit import FittedRunner
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.load.process_setup import set_up_process
 from batchinfer.engine.load.proposers import Proposers, load_proposers
@@ -303,7 +303,9 @@ def _numbers(adapters: Iterable[tuple[str, Path]], source: Source) -> dict[str, 
     return {"": 0} | {name: separate.get(name, 0) for name, _ in adapters}
 
 
-def _info(config: LoadConfig, source: Source, fitted: Fitted, block_bytes: int, threads: int) -> EngineInfo:
+def _info(
+    config: LoadConfig, source: Source, fitted: FittedRunner, block_bytes: int, threads: int
+) -> EngineInfo:
     runner, limits = fitted.runner, fitted.limits
     whose, linear = source.computed_by(runner.ops)
     return EngineInfo(

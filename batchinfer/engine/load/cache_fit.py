@@ -11,7 +11,7 @@ from batchinfer.core.errors import OutOfMemory
 from batchinfer.engine.config import EngineConfig, Untimed
 from batchinfer.engine.graphs.decode_graphs import GraphOps
 from batchinfer.engine.graphs.graph_capture import GpuRecorder, GraphRecorder, R, Replay
-from batchinfer.engine.load.device_fit import CacheRoom, Fitted, allocate_cache, fit, with_cache
+from batchinfer.engine.load.device_fit import CacheRoom, FittedRunner, allocate_cache, fit, with_cache
 from batchinfer.engine.load.dummy_prompts import DummyPrompts
 from batchinfer.engine.load.dummy_steps import GpuMeter, MemoryMeter
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -24,7 +24,9 @@ from batchinfer.models.ops.attention import LayerCache
 from batchinfer_kernels.cost import ModelCost
 
 
-def fit_prompts(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, meter: MemoryMeter) -> Fitted:
+def fit_prompts(
+    runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, meter: MemoryMeter
+) -> FittedRunner:
     """Give the runner of an encoder on a GPU the largest KV cache that leaves memory for its steps, and warm it up.
 
     If a step of the maximum size does not fit, the maximum number of tokens per step is halved.
@@ -49,7 +51,7 @@ def fit_prompts(runner: ModelRunner, limits: SchedulerConfig, room: CacheRoom, m
     blocks, caches = allocate_cache(room, room.blocks(step_bytes + spare))
     fitted = _on_device(runner, caches, batches)
     DummyPrompts(fitted, limits, room.longest, blocks).warm_up()
-    return Fitted(fitted, limits, blocks, meter.free())
+    return FittedRunner(fitted, limits, blocks, meter.free())
 
 
 def _measured(
@@ -77,7 +79,7 @@ def fit_cache(
     loads: ExpertLoads | None,
     config: EngineConfig,
     untimed: Untimed,
-) -> Fitted:
+) -> FittedRunner:
     """Size and allocate the KV cache of a runner. On a GPU, CUDA graphs are captured, too.
 
     Args:
@@ -105,12 +107,12 @@ def fit_cache(
         found = fit(runner, limits, room, GpuMeter(runner.device), capture, *options)
         return found if found.captures_pieces else _without_pieces(found, cost, config)
     blocks = room.blocks(0)
-    return Fitted(
+    return FittedRunner(
         replace(runner, caches=room.allocate(blocks)), replace(limits, admission_costs=None), blocks
     )
 
 
-def _without_pieces(found: Fitted, cost: ModelCost, config: EngineConfig) -> Fitted:
+def _without_pieces(found: FittedRunner, cost: ModelCost, config: EngineConfig) -> FittedRunner:
     costs = found.limits.admission_costs and admission_costs(cost, config.peaks, pieces=False)
     return replace(found, limits=replace(found.limits, admission_costs=costs))
 

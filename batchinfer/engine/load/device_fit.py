@@ -57,7 +57,7 @@ class CacheRoom:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fitted:
+class FittedRunner:
     """A runner with its KV cache and the limits of its steps.
 
     Attributes:
@@ -89,7 +89,7 @@ def fit(
     mixed: int = 0,
     drafts: bool = False,
     trees: bool = False,
-) -> Fitted:
+) -> FittedRunner:
     """Give a runner on a GPU the largest KV cache that leaves memory for its steps, and capture CUDA graphs.
 
     The maximum number of tokens per step is halved until the largest step fits. All ranks get the same sizes.
@@ -138,7 +138,7 @@ def fit(
         fitted = replace(fitted, mixed=_piecewise(fitted, buffers, blocks, recorder))
     trees &= fitted.follows_trees
     steps = DummySteps(fitted, limits, room.longest, blocks, logprobs, _has_masks(runner, room), trees)
-    return _warmed_up(Fitted(fitted, limits, blocks), steps, meter)
+    return _warmed_up(FittedRunner(fitted, limits, blocks), steps, meter)
 
 
 def _on_all(made: T | None, room: CacheRoom) -> T | None:
@@ -188,7 +188,7 @@ def _profile(
     return _Profile(step_bytes, limits, measured.micro_batches, len(measured.caches))
 
 
-def _warmed_up(fitted: Fitted, steps: DummySteps, meter: MemoryMeter) -> Fitted:
+def _warmed_up(fitted: FittedRunner, steps: DummySteps, meter: MemoryMeter) -> FittedRunner:
     before = meter.free()
     steps.warm_up()
     free = meter.free()

@@ -9,7 +9,7 @@ import torch
 from batchinfer.core.errors import CannotSplit
 from batchinfer.engine.config import LoadConfig
 from batchinfer.engine.drafts.medusa import MedusaHeads, MedusaRunner
-from batchinfer.engine.load.device_fit import Fitted
+from batchinfer.engine.load.device_fit import FittedRunner
 from batchinfer.engine.load.draft_model import DraftModelWeights, load_draft_model
 from batchinfer.engine.load.layer_heads import load_layer
 from batchinfer.engine.load.loaded_model import AnyProposer, HeadedModel, LoadedHeads
@@ -127,7 +127,7 @@ class Proposers:
         return own if self.heads is None else self.heads.tapped_runner(own, longest, max_num_seqs)
 
     def of(
-        self, source: Source, fitted: Fitted, longest: int, masks: ConstraintMasks | None
+        self, source: Source, fitted: FittedRunner, longest: int, masks: ConstraintMasks | None
     ) -> tuple[ModelRunner, AnyProposer | None]:
         """Return the runner of the target model that the engine uses, and the runner of the draft model or draft heads.
 

@@ -31,7 +31,7 @@ from batchinfer.engine.loop.endings import (
 )
 from batchinfer.engine.loop.in_flight import AcceptedTokens, End, InFlight
 from batchinfer.engine.loop.multi_step import MultiStepDecoding, split_sample
-from batchinfer.engine.runner.runner import Launched, Runner
+from batchinfer.engine.runner.runner import LaunchedStep, Runner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
 from batchinfer.engine.schedule.plan_writer import PlanWriter
 from batchinfer.engine.schedule.scheduler import Chunk, Scheduler
@@ -421,7 +421,7 @@ class Engine:
         if self._in_flight and self._in_flight[0].repeats == 1:
             self._set_shapes(self._in_flight[0])
 
-    def _store_outputs(self, step: InFlight, result: Launched) -> None:
+    def _store_outputs(self, step: InFlight, result: LaunchedStep) -> None:
         for place, own in result.states().items():
             step.output_chunks[place].sequence.pool(step.output_chunks[place].start, own)
         scores, offset = result.scores(), 0

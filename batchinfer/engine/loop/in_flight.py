@@ -8,7 +8,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from batchinfer.core.request import FinishReason, RowError
-from batchinfer.engine.runner.runner import Launched
+from batchinfer.engine.runner.runner import LaunchedStep
 from batchinfer.engine.schedule.draft_tree import find_child
 from batchinfer.engine.schedule.pooled_states import output_chunks_of
 from batchinfer.engine.schedule.scheduler import Chunk, Step, sampling_chunks
@@ -126,7 +126,7 @@ class InFlight:
     reads: bool
     began_s: float
     launched_s: float = 0.0
-    result: Launched | None = None
+    result: LaunchedStep | None = None
     shapes: list[StepShape] = field(default_factory=list)
     irregular: list[AcceptedTokens] = field(default_factory=list)
     dropped: set[Sequence] = field(default_factory=set)

@@ -11,7 +11,7 @@ from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.ranks.rank_groups import RankGroups
 from batchinfer.engine.ranks.token_transfer import TokenTransfer
 from batchinfer.engine.runner.model_runner import ModelRunner, RunnerOutput
-from batchinfer.engine.runner.runner import Launched, StepLaunch
+from batchinfer.engine.runner.runner import LaunchedStep, StepLaunch
 from batchinfer.engine.schedule.step_plan import PlanWants, RankStep, States, StepPlan, TokenScores
 from batchinfer.engine.tensors.device_memory import out_of_memory_errors
 from batchinfer_kernels.cost import ModelCost
@@ -26,11 +26,11 @@ class PendingStep:
         run: Runs the step.
     """
 
-    def __init__(self, run: Callable[[], Launched]) -> None:
+    def __init__(self, run: Callable[[], LaunchedStep]) -> None:
         self._run = run
 
     @cached_property
-    def _ran(self) -> Launched:
+    def _ran(self) -> LaunchedStep:
         return self._run()
 
     @property
@@ -126,7 +126,7 @@ class LeadingRunner:
         """The maximum number of tokens per step. It is always None, which means no limit."""
         return self._runner.most_tokens
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Send the plan of a step to the other ranks, and launch the step on this rank.
 
         With pipeline stages on a CPU, the step runs on this rank when its results are requested.
@@ -134,7 +134,7 @@ class LeadingRunner:
         self._send_step(RankStep(self._turn, plan))
         return PendingStep(partial(self._run, plan)) if self._pends else self._run(plan)
 
-    def _run(self, plan: StepPlan) -> Launched:
+    def _run(self, plan: StepPlan) -> LaunchedStep:
         spent = 0.0 if self._sums is None else self._sums.seconds
         with out_of_memory_errors():
             self._passed.before_step(plan)

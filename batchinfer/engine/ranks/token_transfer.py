@@ -57,7 +57,7 @@ class TokenTransfer:
         """
         if not plan.sampled_rows or not plan.sampling.chooses:
             return
-        self._rows = plan.sampling.choosing(plan.sampled_rows)
+        self._rows = plan.sampling.count_chosen_rows(plan.sampled_rows)
         if self._staged and self.rank_groups.rank == 0 and self.runner.device.type == "cuda":
             self._sampled = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._sampled.record()

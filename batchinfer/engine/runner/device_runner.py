@@ -20,13 +20,13 @@ from batchinfer.engine.graphs.piecewise_graphs import PiecewiseGraphs
 from batchinfer.engine.graphs.repeated_replays import RepeatedReplays
 from batchinfer.engine.runner.micro_batches import MicroBatches
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.runner import Launched, StepLaunch
+from batchinfer.engine.runner.runner import LaunchedStep, StepLaunch
 from batchinfer.engine.runner.sampled import (
     DeviceTokens,
-    Masked,
+    MaskedRows,
     RowLogprobs,
     RowStates,
-    Sampled,
+    SamplingResult,
     barred_of_chunks,
     logprobs_of_chunks,
     rows_of_chunks,
@@ -70,7 +70,7 @@ class DeviceRun:
     launch: StepLaunch
     plan: StepPlan
     logprob_rows: list[tuple[int, RowLogprobs]] = field(default_factory=list)
-    masked_rows: list[tuple[int, Masked]] = field(default_factory=list)
+    masked_rows: list[tuple[int, MaskedRows]] = field(default_factory=list)
     state_rows: list[RowStates] = field(default_factory=list)
     scored_batches: int = 0
     collective_s: None = None
@@ -195,7 +195,7 @@ class _Ran:
         modes: The launch mode of each micro-batch.
     """
 
-    sampled: list[tuple[int, Sampled]]
+    sampled: list[tuple[int, SamplingResult]]
     tokens: Tensor | None
     padded: int
     modes: list[LaunchMode]
@@ -261,7 +261,7 @@ class DeviceRunner(ModelRunner):
         return 0 if self.recorder is None else self.recorder.taken_bytes
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Launch the step of a plan on the GPU. With multi-step decoding, all decode steps of the plan are launched.
 
         Raises:
@@ -291,7 +291,7 @@ class DeviceRunner(ModelRunner):
         return self._launched(only.sampled, only.tokens, padded, launch, plan)
 
     def _step(self, whole: HostBatch, plan: StepPlan) -> _Ran:
-        sampled: list[tuple[int, Sampled]] = []
+        sampled: list[tuple[int, SamplingResult]] = []
         padded, begun, modes, kept = 0, 0, list[LaunchMode](), list[Tensor]()
         todo = deque(self.micro_batches.split(whole))
         while todo:
@@ -311,7 +311,7 @@ class DeviceRunner(ModelRunner):
                 continue
             self.micro_batches.succeeded(len(host.token_ids))
             sampled += [] if found is None else [(begun, found)]
-            begun += host.sampling.choosing(len(host.sampled_rows))
+            begun += host.sampling.count_chosen_rows(len(host.sampled_rows))
             padded += padding
             modes.append(mode)
         tokens = _concatenate([one.tokens for _, one in sampled])
@@ -371,12 +371,12 @@ class DeviceRunner(ModelRunner):
 
     def _launched(
         self,
-        sampled: list[tuple[int, Sampled]],
+        sampled: list[tuple[int, SamplingResult]],
         tokens: Tensor,
         padded: int,
         launch: StepLaunch,
         plan: StepPlan,
-    ) -> Launched:
+    ) -> LaunchedStep:
         logprobs = [(first, s.logprobs) for first, s in sampled if s.logprobs is not None]
         masked = [(first, s.masked) for first, s in sampled if s.masked is not None]
         stated = [s.states for _, s in sampled if s.states is not None]
@@ -404,7 +404,7 @@ class DeviceRunner(ModelRunner):
         hidden, padded, _ = self._forward(host)
         return hidden, host.sampling, padded
 
-    def _run(self, host: HostBatch, kept: list[Tensor]) -> tuple[Sampled | None, int, LaunchMode]:
+    def _run(self, host: HostBatch, kept: list[Tensor]) -> tuple[SamplingResult | None, int, LaunchMode]:
         hidden, padded, mode = self._forward(host)
         if not len(host.sampled_rows) or not self.stage_io.is_last:
             return None, padded, mode

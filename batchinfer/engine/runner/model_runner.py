@@ -15,10 +15,10 @@ from torch import Tensor
 
 from batchinfer.core.request import TokenLogprobs
 from batchinfer.engine.kv.cache_layout import CacheLayout
-from batchinfer.engine.runner.runner import Launched, StepLaunch
+from batchinfer.engine.runner.runner import LaunchedStep, StepLaunch
 from batchinfer.engine.runner.sampled import (
     DeviceTokens,
-    Sampled,
+    SamplingResult,
     barred_of_chunks,
     logprobs_of_chunks,
     rows_of_chunks,
@@ -250,7 +250,7 @@ class ModelRunner:
         return None if self.device.type == "cpu" else StepLaunch("eager", 0.0)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Run the forward pass of a step, and sample its tokens.
 
         Args:
@@ -348,7 +348,7 @@ class ModelRunner:
 
     def next_tokens(
         self, hidden: Tensor, sampling: SamplingPlan, device_tokens: DeviceTokens | None = None
-    ) -> Sampled:
+    ) -> SamplingResult:
         """Sample the next tokens of a step, and compute the other outputs that rows request.
 
         Args:

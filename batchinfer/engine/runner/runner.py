@@ -26,7 +26,7 @@ class StepLaunch(NamedTuple):
     graph_bytes: int | None = None
 
 
-class Launched(Protocol):
+class LaunchedStep(Protocol):
     """A step that was launched and may still be running. Its methods wait for the results."""
 
     @property
@@ -98,7 +98,7 @@ class Runner(Protocol):
     def most_tokens(self) -> int | None:
         """The maximum number of tokens per step after the device ran out of memory, or None for no limit."""
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Run a step, or launch it without waiting for its results.
 
         A runner must get every plan of an engine, in order, because a plan omits what has not changed.

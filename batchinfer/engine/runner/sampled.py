@@ -65,7 +65,7 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Masked:
+class MaskedRows:
     """The n rows of a micro-batch that have token masks, on the device.
 
     Attributes:
@@ -117,7 +117,7 @@ class RowStates:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
+class SamplingResult:
     """The results of sampling a step or micro-batch, on the device. Results that no row requests are None.
 
     Attributes:
@@ -130,7 +130,7 @@ class Sampled:
 
     tokens: Tensor
     logprobs: RowLogprobs | None = None
-    masked: Masked | None = None
+    masked: MaskedRows | None = None
     states: RowStates | None = None
     scores: RowScores | None = None
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchinfer.engine.runner.row_scores import row_scores
-from batchinfer.engine.runner.sampled import DeviceTokens, Masked, RowLogprobs, RowStates, Sampled
+from batchinfer.engine.runner.sampled import DeviceTokens, MaskedRows, RowLogprobs, RowStates, SamplingResult
 from batchinfer.engine.schedule.step_plan import PenalisedRows, SamplingPlan
 from batchinfer.engine.schedule.token_edits import AllowedTokens, BiasedTokens
 from batchinfer.engine.tensors.staging import upload
@@ -127,7 +127,7 @@ class Sampler:
         hidden: Tensor,
         plan: SamplingPlan,
         device_tokens: DeviceTokens | None = None,
-    ) -> Sampled:
+    ) -> SamplingResult:
         """Compute the tokens, log-probabilities, hidden states and scores of a step.
 
         The logits are not stored if all rows only need their argmax.
@@ -144,7 +144,7 @@ class Sampler:
             states = self._classified(states, plan)
         scores = None if plan.scored is None else row_scores(head.logits, hidden, plan.scored)
         if not plan.chooses:
-            return Sampled(hidden.new_empty(0, dtype=torch.int64), states=states, scores=scores)
+            return SamplingResult(hidden.new_empty(0, dtype=torch.int64), states=states, scores=scores)
         if plan.chosen is not None:
             hidden = hidden.index_select(0, *upload([plan.chosen.astype(np.int64)], hidden.device))
         if self.tries_argmax(plan):
@@ -175,17 +175,17 @@ class Sampler:
         # On the host, the argmax is checked against the mask
         return plan.argmax and (not plan.masked or (self.on_host and all(plan.followed)))
 
-    def _corrected(self, ops: Ops, head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> Sampled:
+    def _corrected(self, ops: Ops, head: LogitsHead, hidden: Tensor, plan: SamplingPlan) -> SamplingResult:
         tokens = head.argmax(hidden)
         refused = self._refused(plan, list(range(len(plan.masked))), tokens)
         if not refused:
-            return Sampled(tokens)
+            return SamplingResult(tokens)
         rows, masks = [plan.masked[at] for at in refused], [plan.masks[at] for at in refused]
         own = SamplingPlan(masked=list(range(len(rows))), masks=masks, followed=[False] * len(rows))
         corrected = self.sample(ops, head.logits(hidden[rows]), own)
         tokens[rows] = corrected.tokens
         masked = corrected.masked
-        return Sampled(tokens, masked=None if masked is None else replace(masked, rows=rows))
+        return SamplingResult(tokens, masked=None if masked is None else replace(masked, rows=rows))
 
     def _refused(self, plan: SamplingPlan, which: list[int], found: Tensor) -> list[int]:
         """Return which masked rows have tokens that their masks do not certainly allow.
@@ -206,7 +206,7 @@ class Sampler:
 
     def sample(
         self, ops: Ops, logits: Tensor, plan: SamplingPlan, device_tokens: DeviceTokens | None = None
-    ) -> Sampled:
+    ) -> SamplingResult:
         """Choose the next token of each row from its logits, and compute log-probabilities if requested.
 
         Args:
@@ -223,9 +223,11 @@ class Sampler:
             return self._greedy(ops, logits, plan)
         barred = self._masked(ops, logits, plan, asking) if plan.masked else None
         tokens = ops.sample(logits, _row_sampling(plan, len(logits), logits.device))
-        return Sampled(tokens, asking.found(ops, tokens, self.eos_token_ids) if asking else None, barred)
+        return SamplingResult(
+            tokens, asking.found(ops, tokens, self.eos_token_ids) if asking else None, barred
+        )
 
-    def _greedy(self, ops: Ops, logits: Tensor, plan: SamplingPlan) -> Sampled:
+    def _greedy(self, ops: Ops, logits: Tensor, plan: SamplingPlan) -> SamplingResult:
         places = range(len(plan.masked))
         unsure = [at for at in places if self.on_host and plan.followed[at]]
         sure = sorted({*places}.difference(unsure))
@@ -238,7 +240,7 @@ class Sampler:
         if len(plan.masked) < len(logits):
             (index,) = upload([np.array(plan.masked, np.int64)], logits.device)
             barred = barred.index_select(0, index)
-        return Sampled(tokens, masked=Masked(plan.masked, barred))
+        return SamplingResult(tokens, masked=MaskedRows(plan.masked, barred))
 
     def _correct(
         self, ops: Ops, logits: Tensor, plan: SamplingPlan, refused: list[int], found: tuple[Tensor, Tensor]
@@ -254,7 +256,7 @@ class Sampler:
 
     def _masked(
         self, ops: Ops, logits: Tensor, plan: SamplingPlan, asking: _LogprobRows | None = None
-    ) -> Masked:
+    ) -> MaskedRows:
         filled = self._filled(plan, list(range(len(plan.masked))), logits)
         rows, bits = upload([np.array(plan.masked, np.int32), filled], logits.device)
         # On a device, indexing logits by row would copy up to all of them
@@ -262,7 +264,7 @@ class Sampler:
         ops.mask(logits, rows, bits)
         if asking is not None:
             asking.mask(ops, filled)
-        return Masked(plan.masked, is_excluded(bits, best))
+        return MaskedRows(plan.masked, is_excluded(bits, best))
 
     def _filled(self, plan: SamplingPlan, which: list[int], logits: Tensor) -> NDArray[np.int32]:
         assert self.mask is not None, "a row has a mask, but the sampler has no masks"

@@ -20,7 +20,7 @@ from batchinfer.engine.schedule.sequence import Sequence
 from batchinfer.engine.schedule.step_plan import (
     ARGMAX,
     COMPUTES,
-    Awaited,
+    AwaitedTokens,
     Ints,
     Longs,
     OutputRows,
@@ -235,7 +235,7 @@ def _tree_bits(chunks: list[Chunk]) -> Ints | None:
     return np.array(bits, np.uint32).view(np.int32)
 
 
-def _awaited(sampling: list[Sequence], before: list[Sequence], sampled: Ints | None) -> Awaited | None:
+def _awaited(sampling: list[Sequence], before: list[Sequence], sampled: Ints | None) -> AwaitedTokens | None:
     waits = [sequence.placeholders > 0 for sequence in sampling]
     if True not in waits:
         return None
@@ -243,7 +243,7 @@ def _awaited(sampling: list[Sequence], before: list[Sequence], sampled: Ints | N
     if False in waits:  # only then, because indexing with a list of bools is slow
         waiting = list(compress(sampling, waits))
         places = np.flatnonzero(waits).astype(np.int32) if sampled is None else sampled[waits]
-    return Awaited(places, None if waiting == before else awaited_from(waiting, before))
+    return AwaitedTokens(places, None if waiting == before else awaited_from(waiting, before))
 
 
 def _copies(copies: list[Copy], sequences: list[Sequence]) -> Ints:

@@ -61,7 +61,7 @@ class SamplingWriter:
     def _plan(self, rows: _Rows, before: list[Sequence]) -> SamplingPlan:
         sequences, answered = rows.sequences, rows.answered
         banned = {i: banned_tokens(sequences[i], self._eos, rows.text(i), answered[i]) for i in self._banning}
-        shaped = [i for i, s in enumerate(sequences) if s.request.params.penalised or banned.get(i)]
+        shaped = [i for i, s in enumerate(sequences) if s.request.params.has_penalty or banned.get(i)]
         masked = [i for i, s in enumerate(sequences) if s.mask is not None]
         asking = [i for i, s in enumerate(sequences) if s.logprobs is not None]
         greedy = all(s.request.params.greedy for s in sequences)
@@ -135,10 +135,10 @@ def _penalised(
 ) -> PenalisedRows:
     chosen = [rows.sequences[i] for i in shaped]
     params = [s.request.params for s in chosen]
-    held = [rows.text(i) if rows.sequences[i].request.params.penalised else _NONE for i in shaped]
+    held = [rows.text(i) if rows.sequences[i].request.params.has_penalty else _NONE for i in shaped]
     lengths = np.array([len(ids) for ids in held], np.int32)
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-    waits = [s.placeholders > 0 and s.request.params.penalised for s in chosen]
+    waits = [s.placeholders > 0 and s.request.params.has_penalty for s in chosen]
     last = np.cumsum(lengths, dtype=np.int32) - np.int32(1)
     return PenalisedRows(
         rows=np.array(shaped, np.int32),

@@ -230,7 +230,7 @@ class Sequence:
         """
         params, prompt = request.params, array("i", request.prompt.tobytes())
         logprobs = CollectedLogprobs() if params.asks_logprobs else None
-        reshaped = params.penalised or params.min_tokens > 0 or params.logit_bias or params.forbids_tokens
+        reshaped = params.has_penalty or params.min_tokens > 0 or params.logit_bias or params.forbids_tokens
         loops = LoopDetector(params.repetition_stop, len(prompt)) if params.repetition_stop else None
         return cls(
             request=request,

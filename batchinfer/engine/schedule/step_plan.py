@@ -57,7 +57,7 @@ class TableChanges(NamedTuple):
     width: int
 
 
-class Awaited(NamedTuple):
+class AwaitedTokens(NamedTuple):
     """The input tokens of a step that the host does not know, because the previous step samples them.
 
     Attributes:
@@ -285,7 +285,7 @@ class SamplingPlan:
     allowed: AllowedTokens | None = None
     chosen: Ints | None = None
 
-    def choosing(self, rows: int) -> int:
+    def count_chosen_rows(self, rows: int) -> int:
         """Return how many of a step's sampled rows get tokens, provided that any row does.
 
         Args:
@@ -434,7 +434,7 @@ class StepPlan:
     copies: Ints | None
     sampled: Ints | None
     sampled_counts: list[int] | None
-    awaited: Awaited | None
+    awaited: AwaitedTokens | None
     sampling: SamplingPlan
     requests: list[tuple[bytes, int]] | None = None
     tree_bits: Ints | None = None
@@ -495,7 +495,7 @@ def _step_plan(
         for spans, blocks, width in tables
     )
     copied = None if copies is None else copies.reshape(-1, 6)
-    awaited = None if waits is None else Awaited(*map(_ints, waits))
+    awaited = None if waits is None else AwaitedTokens(*map(_ints, waits))
     return StepPlan(
         starts, lengths, rows, offsets, segments, adapters, tokens, changes, copied, sampled, counts, awaited,
         sampling, requests, bits, shared_blocks, repeats,

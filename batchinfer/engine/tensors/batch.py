@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchinfer.engine.schedule.step_plan import Awaited, Ints, Longs, SamplingPlan
+from batchinfer.engine.schedule.step_plan import AwaitedTokens, Ints, Longs, SamplingPlan
 from batchinfer.models.ops.attention import AttentionInputs
 from batchinfer_kernels.draft_tree import TreeMask
 from batchinfer_kernels.step_tables import StepTables
@@ -52,7 +52,7 @@ class HostBatch:
     query_lens: list[int]
     context_lens: list[int]
     copies: Ints | None = None
-    awaited: Awaited | None = None
+    awaited: AwaitedTokens | None = None
     follows: bool = False
     token_types: Longs | None = None
     adapters: Longs | None = None
@@ -138,7 +138,7 @@ class HostBatch:
             slots=[own.kept[own.rows, at].astype(np.int64) * block_size + inside for own in self.tables],
             sampling=self.sampling.later(ahead),
             context_lens=contexts.tolist(),
-            awaited=Awaited(None, None),
+            awaited=AwaitedTokens(None, None),
             follows=True,
         )
 
@@ -187,13 +187,13 @@ class HostBatch:
         return own if len(own) else None
 
 
-def _awaited_in(awaited: Awaited | None, first: int, end: int, tokens: int) -> Awaited | None:
+def _awaited_in(awaited: AwaitedTokens | None, first: int, end: int, tokens: int) -> AwaitedTokens | None:
     if awaited is None:
         return None
     places = np.arange(tokens, dtype=np.int32) if awaited.places is None else awaited.places
     sampled = np.arange(len(places), dtype=np.int32) if awaited.sampled is None else awaited.sampled
     inside = (places >= first) & (places < end)
-    return Awaited(places[inside] - np.int32(first), sampled[inside]) if inside.any() else None
+    return AwaitedTokens(places[inside] - np.int32(first), sampled[inside]) if inside.any() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ _FORMATS = {"date": 10, "uuid": 36, "ipv4": 15, "ipv6": 45}
 _UNESCAPED = frozenset((*_FORMATS, "date-time", "time", "duration", "hostname"))
 
 
-class Unbounded(ValueError):
+class UnboundedAnswer(ValueError):
     """Raised if the length of an answer is unbounded. The message names the part without a bound, with advice."""
 
 
@@ -36,13 +36,15 @@ def most_tokens(params: SamplingParams) -> int:
     """Return the maximum number of tokens of an answer under the constraint of `params`, including the end token.
 
     Raises:
-        Unbounded: There is no maximum.
+        UnboundedAnswer: There is no maximum.
     """
     if params.constraint is None:
-        raise Unbounded("an answer without a constraint has no bound; give max_tokens a number")
+        raise UnboundedAnswer("an answer without a constraint has no bound; give max_tokens a number")
     tokens = _BOUNDS[params.constraint](getattr(params, params.constraint)) + 1
     if tokens > INT32_MAX:
-        raise Unbounded(f"an answer can need {tokens} tokens, more than max_tokens can be; bound it further")
+        raise UnboundedAnswer(
+            f"an answer can need {tokens} tokens, more than max_tokens can be; bound it further"
+        )
     return tokens
 
 
@@ -54,26 +56,28 @@ def _of_regex(pattern: str) -> int:
     try:
         return pattern_width(pattern, plain, searched=False)
     except NoWidth as error:
-        raise Unbounded(f"the regex has no bound: {error}") from None
+        raise UnboundedAnswer(f"the regex has no bound: {error}") from None
 
 
 def _of_object(_: bool) -> int:
-    raise Unbounded("any JSON object is allowed; give max_tokens a number, or a schema with named properties")
+    raise UnboundedAnswer(
+        "any JSON object is allowed; give max_tokens a number, or a schema with named properties"
+    )
 
 
 def _of_grammar(_: str) -> int:
-    raise Unbounded("the longest answer of a grammar is not known; give max_tokens a number")
+    raise UnboundedAnswer("the longest answer of a grammar is not known; give max_tokens a number")
 
 
 def _of_calls(_: str) -> int:
-    raise Unbounded("the longest call of a tool is not known; give max_tokens a number")
+    raise UnboundedAnswer("the longest call of a tool is not known; give max_tokens a number")
 
 
 def _of_schema(text: str) -> int:
     try:
         schema = generated_schema(parsed_schema(text))
     except BadSchema as error:
-        raise Unbounded(str(error)) from None
+        raise UnboundedAnswer(str(error)) from None
     return _SchemaBound(schema).most(schema, "")
 
 
@@ -95,7 +99,7 @@ class _SchemaBound:
 
     def __init__(self, root: Any) -> None:
         self._references = References(root)
-        self._results: dict[int, int | Unbounded] = {}  # by id of the schema
+        self._results: dict[int, int | UnboundedAnswer] = {}  # by id of the schema
         self._open: list[int] = []
 
     def most(self, schema: Any, place: str) -> int:
@@ -117,17 +121,17 @@ class _SchemaBound:
             self._open.append(id(schema))
             self._results[id(schema)] = self._least(schema, place)
             self._open.pop()
-        if isinstance(found := self._results[id(schema)], Unbounded):
+        if isinstance(found := self._results[id(schema)], UnboundedAnswer):
             raise found
         return found
 
-    def _least(self, schema: dict[str, Any], place: str) -> int | Unbounded:
+    def _least(self, schema: dict[str, Any], place: str) -> int | UnboundedAnswer:
         bounds: list[int] = []
-        problem: Unbounded | None = None
+        problem: UnboundedAnswer | None = None
         for bound in self._bounds(schema, place):
             try:
                 bounds.append(bound())
-            except Unbounded as error:
+            except UnboundedAnswer as error:
                 problem = problem or error
         return min(bounds) if bounds else problem or _unbounded(place, "give its type")
 
@@ -256,5 +260,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _unbounded(place: str, advice: str) -> Unbounded:
-    return Unbounded(f"{(place or 'the answer')[:200]}: {advice}")
+def _unbounded(place: str, advice: str) -> UnboundedAnswer:
+    return UnboundedAnswer(f"{(place or 'the answer')[:200]}: {advice}")

@@ -127,7 +127,7 @@ class GrammarConstraints:
             masks[[not constraint.begun for constraint in constraints]] &= first
         empty = masks.view(np.uint32).max(1) == 0  # takes a tenth of the time of `any`
         for row in np.flatnonzero(empty).tolist():
-            constraints[row].end_here()
+            constraints[row].mark_failed()
 
     def _grammar(self, params: SamplingParams) -> LLMatcher:
         from batchinfer.input.constraints.grammar import BadConstraint, compile_constraint

@@ -17,7 +17,7 @@ from typing import Any
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.sampling import INT32_MAX, SamplingParams
 from batchinfer.machine.memory import lift_memory_limit, limit_memory
-from batchinfer.machine.spawning import Child, Ended, receiving
+from batchinfer.machine.spawning import Child, ChildExit, receiving
 from batchinfer.machine.waiting import wait_for_message
 
 _ENTRY = "batchinfer.input.constraints.constraint_check:serve"
@@ -62,13 +62,13 @@ class ConstraintChecker:
         result = self._ask(params)
         # SIGPROF means that the constraint itself took too long. Other deaths may have other causes, such as memory
         # that earlier constraints took, so the constraint is tried again in a new process
-        if isinstance(result, Ended) and result.code != -signal.SIGPROF:
+        if isinstance(result, ChildExit) and result.code != -signal.SIGPROF:
             result = self._ask(params, again=True)
-        if isinstance(result, Ended):
+        if isinstance(result, ChildExit):
             return f"{params.constraint}: {self._why(result)}"
         return result
 
-    def _ask(self, params: SamplingParams, again: bool = False) -> str | Ended | None:
+    def _ask(self, params: SamplingParams, again: bool = False) -> str | ChildExit | None:
         child = self._child = self._child or self._start()
         with suppress(BrokenPipeError, ConnectionResetError):  # the process died, which `recv` reports
             child.connection.send(params)
@@ -85,7 +85,7 @@ class ConstraintChecker:
         except EOFError:
             ended = child.wait(_LEAVE_S)
         self.close()
-        return ended or Ended(None)
+        return ended or ChildExit(None)
 
     def close(self) -> None:
         """End the child process. Safe to call twice."""
@@ -112,7 +112,7 @@ class ConstraintChecker:
         except EOFError:
             return str(child.wait(_LEAVE_S) or "closed its connection")
 
-    def _why(self, ended: Ended) -> str:
+    def _why(self, ended: ChildExit) -> str:
         if ended.code == -signal.SIGPROF:
             return f"compiling it takes longer than {self._within_s:g} s; make it simpler"
         if ended.code in (-signal.SIGSEGV, -signal.SIGBUS):

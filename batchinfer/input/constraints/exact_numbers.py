@@ -50,7 +50,9 @@ def plain(value: Number) -> int | float:
     return int(value) if value == int(value) else float(value)
 
 
-def inward(bound: Number, up: bool, *, excluded: bool = False, other: Number | None = None) -> int | float:
+def nearest_inside(
+    bound: Number, up: bool, *, excluded: bool = False, other: Number | None = None
+) -> int | float:
     """Return the nearest number inside a bound of a JSON Schema that llguidance reads and writes without rounding.
 
     The result is an inclusive bound, which replaces the bound of the schema.
@@ -95,7 +97,7 @@ def whole_inward(bound: Number, up: bool, excluded: bool) -> int:
         BadSchema: There is no such integer.
     """
     if not _decimal(bound).is_finite() or _decimal(bound).copy_abs() > LARGEST:
-        return int(inward(bound, up))
+        return int(nearest_inside(bound, up))
     whole = math.ceil(bound) if up else math.floor(bound)
     if excluded and whole == bound:
         whole += 1 if up else -1

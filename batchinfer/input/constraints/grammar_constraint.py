@@ -83,7 +83,7 @@ class GrammarConstraint:
             return ()
         return list(takewhile(self._tokenizer.gives, tokens))
 
-    def end_here(self) -> None:
+    def mark_failed(self) -> None:
         """Mark the answer as failed, because the grammar allows none of the model's tokens next."""
         self._problem = "no token of the model can continue the answer"
         if not self.begun and self._tokenizer.drops_space:

@@ -13,9 +13,9 @@ from typing import Any
 from batchinfer.input.constraints.exact_numbers import (
     Number,
     check_multiple,
-    inward,
     is_exact,
     is_number,
+    nearest_inside,
     plain,
     whole_inward,
 )
@@ -76,9 +76,9 @@ def _narrow_bounds(schema: dict[str, Any]) -> None:
         _bound_integers(schema, low, high)
         return
     if low is not None:
-        _set(schema, _LOWS, inward(low[0], True, excluded=low[1], other=high and high[0]))
+        _set(schema, _LOWS, nearest_inside(low[0], True, excluded=low[1], other=high and high[0]))
     if high is not None:
-        _set(schema, _HIGHS, inward(high[0], False, excluded=high[1], other=low and low[0]))
+        _set(schema, _HIGHS, nearest_inside(high[0], False, excluded=high[1], other=low and low[0]))
 
 
 def _bound_integers(

@@ -126,7 +126,7 @@ class CsvRecords:
         # None: the record continues after the end of a sample
         lines, limit = self._lines, self._cap + _LINE_END
         # A record whose quote is open at the same line end as an earlier record's ends like that record
-        if self._open is None or not self._open.crossed(end):
+        if self._open is None or not self._open.is_open_at(end):
             self._open = _OpenQuote(self._dialect, end + 1)
         fate, size = self._open.walk(lines, limit), self._open.at - lines.at
         if fate is None or size > limit:
@@ -154,7 +154,7 @@ class _OpenQuote:
         self._fate: Fault | Literal["closed"] | None = None
         self.at = self.stop = at
 
-    def crossed(self, end: int) -> bool:
+    def is_open_at(self, end: int) -> bool:
         """Return True if the record's quoted field is still open at the line end at position `end` of the file."""
         return self._fate == "never" or self.at > end + 1 or (self._fate is None and self.at == end + 1)
 

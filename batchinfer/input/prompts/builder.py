@@ -38,7 +38,7 @@ from batchinfer.input.prompts.chat_template import (
     row_environment,
     variables,
 )
-from batchinfer.input.prompts.fits import Fits
+from batchinfer.input.prompts.fits import ConstraintMaxTokens
 from batchinfer.input.prompts.parameters.named_adapters import NamedAdapters
 from batchinfer.input.prompts.parameters.vector_requests import VectorRequests, parse_embedding_request
 from batchinfer.input.prompts.sampling_fields import (
@@ -211,7 +211,7 @@ class PromptBuilder:
 
     def __init__(self, plan: PromptPlan, tokenizer: Tokenizer) -> None:
         self._plan = plan
-        self._fits = Fits(plan.reasoning)
+        self._fits = ConstraintMaxTokens(plan.reasoning)
         self._specials = tokenizer.special_pattern if tokenizer.specials else None
         self._own = None if plan.chat else TemplateSpecials(tokenizer.special_pattern)
         self._system = _RowTemplate("prompt.system", plan.system) if plan.system is not None else None

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import INT32_MAX, SamplingParams
-from batchinfer.input.constraints.answer_bound import Unbounded, most_tokens
+from batchinfer.input.constraints.answer_bound import UnboundedAnswer, most_tokens
 from batchinfer.input.constraints.per_constraint import PerConstraint
 from batchinfer.input.rows import RowProblem
 
 
-class Fits:
+class ConstraintMaxTokens:
     """Sets `max_tokens` of requests to the length of the longest answer that their constraint allows.
 
     This implements `max_tokens: fit` in a job file. The length is computed once per constraint.
@@ -52,5 +52,5 @@ def with_reasoning(most: int, budget: int | None, reasoning: Reasoning | None) -
 def _bound(params: SamplingParams) -> int | str:
     try:
         return most_tokens(params)
-    except Unbounded as error:
+    except UnboundedAnswer as error:
         return str(error)

@@ -26,7 +26,7 @@ from batchinfer.input.prompts.prepared.paired import PairedTexts
 from batchinfer.input.prompts.prepared.rows import (
     FurtherPrompts,
     OwnTexts,
-    Prepared,
+    PreparedPrompts,
     PreparedRows,
     PreparedRungs,
 )
@@ -369,7 +369,7 @@ class Preparer:
         if keep < 1 or draft.continuations == ():
             message = f"the scored text has {max(scored):,} tokens; {self._limits.length()}; shorten it"
             raise RowProblem("prompt_too_long", f"{message}{self._limits.remedy()}", "policy")
-        before = self._segments.around[0] if draft.add_special else []
+        before = self._segments.surrounding_ids[0] if draft.add_special else []
         before = before if len(before) < keep else []
         inner, kept = tokens[len(before) : context], keep - len(before)
         truncated = inner[-kept:] if self._limits.truncate == "left" else inner[:kept]
@@ -378,7 +378,7 @@ class Preparer:
     def _truncate(self, tokens: TokenIds, keep: int, draft: Draft) -> TokenIds:
         # Tokens that the tokenizer adds around a text are kept: the last one may give the vector of the text
         text = draft.params.gives_tokens or not draft.add_special
-        before, behind = ([], []) if text else self._segments.around
+        before, behind = ([], []) if text else self._segments.surrounding_ids
         inner = tokens[len(before) : len(tokens) - len(behind)]
         kept = keep - len(before) - len(behind)
         if kept < 1:
@@ -521,7 +521,7 @@ class _FinishedPrompts:
             self._makers.append(WorkKeys(self._context, self._texts[-1]))
         return number
 
-    def finish(self, size: int) -> Prepared:
+    def finish(self, size: int) -> PreparedPrompts:
         rows, counts, tokens = (
             np.array(self._rows, np.int64),
             *map(np.concatenate, (self._counts, self._tokens)),
@@ -538,7 +538,7 @@ class _FinishedPrompts:
 
         rungs = [rung.finish(size, first, first_rows) for rung in self._rungs]
         own = OwnTexts.found(self._own_texts, column(self._own_text_of))
-        return Prepared(
+        return PreparedPrompts(
             self.errors,
             self._texts,
             column(self._params_of),

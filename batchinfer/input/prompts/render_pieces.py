@@ -17,7 +17,7 @@ from batchinfer.input.prompts.prepare import RowPiece
 from batchinfer.input.prompts.prepared.rows import (
     FurtherPrompts,
     OwnTexts,
-    Prepared,
+    PreparedPrompts,
     PreparedRows,
     PreparedRungs,
 )
@@ -80,7 +80,7 @@ class RowPieces:
             self.blamed = 0
         return True
 
-    def accuse(self, row: int) -> None:
+    def isolate_row(self, row: int) -> None:
         """Split the present piece, because a worker process died or hung at a row. The row is prepared again alone.
 
         Args:
@@ -88,7 +88,7 @@ class RowPieces:
         """
         self._split([self.present.start + row])
 
-    def blame(self, code: str, message: str) -> None:
+    def fail_row(self, code: str, message: str) -> None:
         """Make the only row of the present piece an error row, because it killed or hung a worker process again.
 
         The row is only read again, for its id and carried columns. If that fails too, they are null.
@@ -105,7 +105,7 @@ class RowPieces:
         else:
             self._done.append(PreparedRows(_error_row(piece.given), no_facts(self._fields, 1)))
 
-    def be_careful(self) -> None:
+    def prepare_singly(self) -> None:
         """Let the present piece be prepared again, row by row, because a worker process died and reported no row."""
         piece = self._left.popleft()
         careful = RowPiece(piece.start, piece.stop, piece.accused, careful=True, given=piece.given)
@@ -126,8 +126,8 @@ class RowPieces:
         self._left.extendleft(part for part in reversed(parts) if len(part))
 
 
-def _error_row(error: RowError) -> Prepared:
-    return Prepared({0: error}, [], _ONE, _ONE, _ONE, bytes(KEY_BYTES), _EMPTY, _UNSAID)
+def _error_row(error: RowError) -> PreparedPrompts:
+    return PreparedPrompts({0: error}, [], _ONE, _ONE, _ONE, bytes(KEY_BYTES), _EMPTY, _UNSAID)
 
 
 def join_rows(pieces: Sequence[PreparedRows]) -> PreparedRows:
@@ -136,7 +136,7 @@ def join_rows(pieces: Sequence[PreparedRows]) -> PreparedRows:
     return PreparedRows(prompts, join_facts([piece.facts for piece in pieces]))
 
 
-def join_prompts(pieces: Iterable[Prepared]) -> Prepared:
+def join_prompts(pieces: Iterable[PreparedPrompts]) -> PreparedPrompts:
     """Join the prompts of consecutive pieces of a chunk, in order.
 
     Equal sampling parameters are listed once in the result.
@@ -166,7 +166,7 @@ def join_prompts(pieces: Iterable[Prepared]) -> Prepared:
         for at, rung in enumerate(rungs):
             rung.add(piece, at, numbers)
         start += len(piece)
-    return Prepared(
+    return PreparedPrompts(
         errors,
         [*numbers],
         np.concatenate(params_of),
@@ -185,7 +185,7 @@ def join_prompts(pieces: Iterable[Prepared]) -> Prepared:
 
 
 def _join_numbers(
-    each: Sequence[NDArray[np.int32] | None], pieces: Sequence[Prepared]
+    each: Sequence[NDArray[np.int32] | None], pieces: Sequence[PreparedPrompts]
 ) -> NDArray[np.int32] | None:
     if all(one is None for one in each):
         return None
@@ -193,7 +193,7 @@ def _join_numbers(
     return np.concatenate([np.zeros(len(piece), np.int32) if one is None else one for one, piece in own])
 
 
-def _join_further(pieces: Sequence[Prepared]) -> FurtherPrompts:
+def _join_further(pieces: Sequence[PreparedPrompts]) -> FurtherPrompts:
     starts = accumulate((len(piece) for piece in pieces), initial=0)
     each = [piece.further for piece in pieces]
     rows = [one.rows + np.int32(start) for one, start in zip(each, starts, strict=False)]
@@ -211,7 +211,7 @@ class _JoinedTools:
         self._numbers: dict[str, int] = {}
         self._of = [_EMPTY]
 
-    def add(self, piece: Prepared) -> None:
+    def add(self, piece: PreparedPrompts) -> None:
         texts, of = piece.own_texts
         own = [0, *(self._numbers.setdefault(text, len(self._numbers) + 1) for text in texts)]
         self._of.append(np.array(own, np.int32)[of] if texts else np.zeros(len(piece), np.int32))
@@ -224,7 +224,7 @@ class _JoinedRung:
     def __init__(self) -> None:
         self._params_of, self._max_tokens, self._keys = [_EMPTY], [_EMPTY], list[bytes]()
 
-    def add(self, piece: Prepared, at: int, numbers: dict[str, int]) -> None:
+    def add(self, piece: PreparedPrompts, at: int, numbers: dict[str, int]) -> None:
         if at >= len(piece.rungs):
             rung = PreparedRungs(np.full(len(piece), -1, np.int32), np.zeros(len(piece), np.int32), b"")
             rung.keys = bytes(KEY_BYTES * len(piece))
@@ -240,7 +240,7 @@ class _JoinedRung:
         return PreparedRungs(params_of, most, b"".join(self._keys))
 
 
-def _renumber(piece: Prepared, numbers: dict[str, int]) -> TokenIds:
+def _renumber(piece: PreparedPrompts, numbers: dict[str, int]) -> TokenIds:
     own = np.array([numbers.setdefault(text, len(numbers)) for text in piece.params] or [0], np.int32)
     found = own[piece.params_of]
     found[list(piece.errors)] = 0

@@ -143,4 +143,4 @@ class RenderPool(Generic[Tag]):
         if monotonic() - self._looked > LOOK_S:
             self._looked = monotonic()
             for worker in self._all:
-                worker.look()
+                worker.replace_if_silent()

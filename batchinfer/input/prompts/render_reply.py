@@ -26,7 +26,7 @@ from batchinfer.input.prompts.prepared.rows import (
     NO_PROMPTS,
     FurtherPrompts,
     OwnTexts,
-    Prepared,
+    PreparedPrompts,
     PreparedRows,
     PreparedRungs,
 )
@@ -168,7 +168,7 @@ class _ReplyParts:
             raise ValueError("numbers do not match the rows")
         return found if len(found) else None
 
-    def further(self, prompts: Prepared, vocab_size: int) -> FurtherPrompts:
+    def further(self, prompts: PreparedPrompts, vocab_size: int) -> FurtherPrompts:
         """Read the next parts of a reply: the further prompts of embedding requests with several inputs.
 
         Raises ValueError if they are invalid.
@@ -229,7 +229,7 @@ def _rows(
     ignored = _counts(head["unread_arguments"])
     ladder = [_rung(parts, counts, len(params)) for _ in range(rungs)]
     work = errors, params, params_of, max_tokens, counts, keys, tokens, openings
-    prompts, facts = Prepared(*work, ignored, ladder, tools), _facts(head, parts, fields, size)
+    prompts, facts = PreparedPrompts(*work, ignored, ladder, tools), _facts(head, parts, fields, size)
     prompts.reused, prompts.samples = reused, parts.of_rows(size, max(MAX_SAMPLES, MAX_INPUTS) + 1)
     prompts.dimensions, prompts.further = parts.of_rows(size), parts.further(prompts, vocab_size)
     if len(tokens) != int(prompts.tokens_there().sum()):

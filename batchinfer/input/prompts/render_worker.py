@@ -151,7 +151,7 @@ class RenderWorker:
             return None
         return self._receive(size)
 
-    def look(self) -> None:
+    def replace_if_silent(self) -> None:
         """Replace the process if it has reported no new row for several times its time limit."""
         if self.idle:
             return
@@ -159,7 +159,7 @@ class RenderWorker:
             self._seen = self._at.value
             self._waited.reset()
         limit = IDLE * self._spec.timeout_s(self._seen)
-        if self._waited.look() > limit:
+        if self._waited.update() > limit:
             self._failed(
                 "template_timeout", f"the process that renders this row made no progress for {limit:g} s"
             )
@@ -238,10 +238,10 @@ class RenderWorker:
         if pieces is None or row is None or row >= len(pieces.present):
             self._lose(message)
         elif pieces.present.accused:
-            pieces.blame(code, f"{message}, with other rows and again with this row alone")
+            pieces.fail_row(code, f"{message}, with other rows and again with this row alone")
             self._check_streak(pieces, message)
         else:
-            pieces.accuse(row)
+            pieces.isolate_row(row)
 
     def _lose(self, message: str) -> None:
         # The process died while it worked on no row
@@ -250,7 +250,7 @@ class RenderWorker:
             text = f"the process that renders prompts cannot be kept running: {message}"
             raise Unavailable(f"{text}; {_LOST} such processes in a row did nothing")
         if self._pieces is not None:
-            self._pieces.be_careful()
+            self._pieces.prepare_singly()
 
     def _check_streak(self, pieces: RowPieces, message: str) -> None:
         if pieces.blamed == _HANGS_IN_A_ROW:

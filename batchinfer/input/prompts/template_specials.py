@@ -11,7 +11,7 @@ from jinja2 import nodes
 from batchinfer.input.tokenizer.masks import masks_for
 
 
-class Resolved(NamedTuple):
+class ResolvedPrompt(NamedTuple):
     """A rendered prompt that distinguishes special tokens of the template from equal texts in the row.
 
     Attributes:
@@ -46,17 +46,17 @@ class TemplateSpecials:
             if isinstance(constant.value, str):
                 constant.value = self._mark_text(constant.value)
 
-    def resolve(self, text: str) -> Resolved:
+    def resolve(self, text: str) -> ResolvedPrompt:
         """Restore the special tokens of the template in a rendered text, and replace equal texts of the row.
 
         Placeholders replace them; see Resolved.
         """
         if self._pattern.search(text) is None:
-            return Resolved(self._unmark_text(text), None)
+            return ResolvedPrompt(self._unmark_text(text), None)
         masks = masks_for(text, self._pattern)
         by_literal = {literal: mask for mask, literal in masks.items()}
         masked = self._pattern.sub(lambda match: by_literal[match.group(0)], text)
-        return Resolved(self._unmark_text(masked), masks)
+        return ResolvedPrompt(self._unmark_text(masked), masks)
 
     def _mark_text(self, text: str) -> str:
         return self._pattern.sub(lambda match: self._mark_of(match.group(0)), text)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import JobFileError, Mistake
-from batchinfer.machine.ask_child import Died, ask_child
+from batchinfer.machine.ask_child import ChildDied, ask_child
 
 _FAILURES = (OSError, ValueError, ImportError, AttributeError, KeyError, TypeError)
 CONVERTER = "batchinfer.input.tokenizer.slow_tokenizer:convert"
@@ -32,7 +32,7 @@ def convert_in_child(folder: Path) -> str:
     try:
         what = "the process that converts the tokenizer"
         text, problem = ask_child(what, CONVERTER, str(folder), within_s=WITHIN_S)
-    except Died as died:
+    except ChildDied as died:
         text, problem = None, f"the process that converts it {died}"
     if text is None:
         raise wrong_tokenizer(folder, f"its tokenizer cannot be converted to tokenizer.json: {problem}")

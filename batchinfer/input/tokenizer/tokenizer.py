@@ -98,7 +98,7 @@ class Tokenizer:
         return not isinstance(self._inputs, list) or "token_type_ids" in self._inputs
 
     @property
-    def tells_the_day(self) -> bool:
+    def may_write_date(self) -> bool:
         """True if the chat template may write the current date into prompts: it contains `strftime_now`."""
         return "strftime_now" in (self.chat_template or "")
 
@@ -195,11 +195,11 @@ class SegmentEncoder:
             add_special: True to add the tokens that the tokenizer puts around a text, such as BOS.
         """
         ids = self._encoded(text, masks)
-        before, behind = self.around if add_special else ([], [])
+        before, behind = self.surrounding_ids if add_special else ([], [])
         return [*before, *ids, *behind]
 
     @cached_property
-    def around(self) -> tuple[list[int], list[int]]:
+    def surrounding_ids(self) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer adds before a text and after it: (ids before, ids after)."""
         plain = self._first.encode(_PROBE, add_special_tokens=False).ids
         whole = self._first.encode(_PROBE, add_special_tokens=True).ids

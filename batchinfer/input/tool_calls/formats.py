@@ -30,7 +30,7 @@ _NOTHING = re.compile(r"(?!)")
 _BeginsAt = Callable[[re.Match[str]], ParsedCalls | None]  # parses the calls after a matched start
 
 
-class Tagged(NamedTuple):
+class TaggedCalls(NamedTuple):
     """A syntax of tool calls: JSON with a call or a list of calls between two tags.
 
     Args:
@@ -59,7 +59,7 @@ class Tagged(NamedTuple):
         return found if ended or not self.closed else None
 
 
-_GRANITE = Tagged(("<|tool_call|>", "<tool_call>"), "</tool_call>", closed=False)
+_GRANITE = TaggedCalls(("<|tool_call|>", "<tool_call>"), "</tool_call>", closed=False)
 
 
 def _granite(text: str, tools: KnownTools | None) -> FoundCalls:
@@ -134,9 +134,9 @@ def _read_each(text: str, begins: re.Pattern[str], read: _BeginsAt) -> Iterator[
 
 
 FORMATS: dict[str, Format] = {
-    "hermes": Tagged(("<tool_call>",), "</tool_call>", closed=True).found,
+    "hermes": TaggedCalls(("<tool_call>",), "</tool_call>", closed=True).found,
     "granite": _granite,
-    "nemotron": Tagged(("<TOOLCALL>",), "</TOOLCALL>", closed=True).found,
+    "nemotron": TaggedCalls(("<TOOLCALL>",), "</TOOLCALL>", closed=True).found,
     "mistral": _mistral,
     "llama3": bare_calls,
     "deepseek": _deepseek,

@@ -31,7 +31,7 @@ def _clamped(_: Weights, factors: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ScalableOutputs:
     """Outputs of a norm or weight that can be divided by factors if the weights that read them are multiplied by them.
 
     Such a scaling of channels does not change the function of the layer.
@@ -92,7 +92,7 @@ def scale_channels(
 
 
 def _search_factors(
-    scaled: Scaled, read: Sequence[LinearSpec], weights: Weights, products: Products, group: int
+    scaled: ScalableOutputs, read: Sequence[LinearSpec], weights: Weights, products: Products, group: int
 ) -> Tensor | None:
     sizes = products[read[0].name].diagonal().sqrt()
     sizes = scaled.merge(sizes / sizes.mean().clamp_min(1e-30)).clamp_min(1e-4)
@@ -125,7 +125,7 @@ def _error(weight: Tensor, products: Tensor, columns: Tensor, group: int) -> Ten
     return output_error(codes * spread / columns - weight, products) * every
 
 
-def _divisible(layer: LayerSpec, dtype: torch.dtype) -> Iterator[Scaled]:
+def _divisible(layer: LayerSpec, dtype: torch.dtype) -> Iterator[ScalableOutputs]:
     linears = {linear.name: linear for linear in layer.linears}
     for name, readers in norm_readers(layer):
         norm, reading = layer.norms[name], tuple(linears[reader] for reader in readers)
@@ -145,7 +145,9 @@ def _same(channels: Tensor) -> Tensor:
     return channels
 
 
-def _of_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: torch.dtype) -> Scaled:
+def _of_norm(
+    name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: torch.dtype
+) -> ScalableOutputs:
     def divide(weights: Weights, factors: Tensor) -> Tensor:
         before = weights[name] + norm.offset
         weights[name] = (before / factors - norm.offset).to(dtype).float()
@@ -155,10 +157,12 @@ def _of_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: 
             weights[name + BIAS] = weights[name + BIAS] / found
         return found
 
-    return Scaled(readers, divide, _same, _same)
+    return ScalableOutputs(readers, divide, _same, _same)
 
 
-def _of_routed_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: torch.dtype) -> Scaled:
+def _of_routed_norm(
+    name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], dtype: torch.dtype
+) -> ScalableOutputs:
     # A scaled router must choose the same experts, so factors are exact: powers of two, or 1 where these round
     held = [name, *([name + BIAS] if norm.biased else [])]
 
@@ -174,7 +178,7 @@ def _of_routed_norm(name: str, norm: NormSpec, readers: tuple[LinearSpec, ...], 
         kept = [_holds(one, times, dtype) for one, times in (*divided, *exact)]
         return torch.where(torch.stack(kept).all(0), powers, 1.0)
 
-    return Scaled(readers, divide, _same, _same, fit)
+    return ScalableOutputs(readers, divide, _same, _same, fit)
 
 
 def _holds(weight: Tensor, times: Tensor, dtype: torch.dtype) -> Tensor:
@@ -189,11 +193,13 @@ def _holds(weight: Tensor, times: Tensor, dtype: torch.dtype) -> Tensor:
     return same.view(-1, same.shape[-1]).all(0)
 
 
-def _of_up(first: LinearSpec, second: LinearSpec) -> Scaled:
-    return Scaled((second,), lambda weights, factors: _divide_last(weights, first, factors), _same, _same)
+def _of_up(first: LinearSpec, second: LinearSpec) -> ScalableOutputs:
+    return ScalableOutputs(
+        (second,), lambda weights, factors: _divide_last(weights, first, factors), _same, _same
+    )
 
 
-def _of_values(attention: AttentionSpec, first: LinearSpec, second: LinearSpec) -> Scaled:
+def _of_values(attention: AttentionSpec, first: LinearSpec, second: LinearSpec) -> ScalableOutputs:
     heads, width = attention.kv_heads, attention.head_dim
 
     def spread(factors: Tensor) -> Tensor:
@@ -202,7 +208,9 @@ def _of_values(attention: AttentionSpec, first: LinearSpec, second: LinearSpec) 
     def merge(sizes: Tensor) -> Tensor:
         return sizes.view(heads, attention.group, width).square().mean(1).sqrt().reshape(-1)
 
-    return Scaled((second,), lambda weights, factors: _divide_last(weights, first, factors), spread, merge)
+    return ScalableOutputs(
+        (second,), lambda weights, factors: _divide_last(weights, first, factors), spread, merge
+    )
 
 
 def _divide_last(weights: Weights, linear: LinearSpec, factors: Tensor) -> Tensor:

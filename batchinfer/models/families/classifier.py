@@ -24,7 +24,7 @@ def classifier(fields: Fields, after_dense: HeadActivation) -> ClassifierSpec | 
     return ClassifierSpec(_labels(fields), after_dense) if _classifies(fields.raw) else None
 
 
-def normed_classifier(fields: Fields, norm: NormSpec) -> ClassifierSpec | None:
+def modernbert_classifier(fields: Fields, norm: NormSpec) -> ClassifierSpec | None:
     """Return the spec of ModernBERT's classification head, with configurable pooling; None if its class has no head.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from batchinfer.models.families.classifier import normed_classifier
+from batchinfer.models.families.classifier import modernbert_classifier
 from batchinfer.models.families.family import (
     FULL,
     LOCAL,
@@ -65,7 +65,7 @@ def parse_modernbert(files: ConfigFiles) -> ModelSpec:
         # The first layer reads embeddings, which are normed already
         layers.append(LayerSpec(hidden, norm if index else None, own, norm, fed))
     made = model("modernbert", files, tuple(layers), norm=norm, absent_eos=ABSENT_EOS)
-    encoder = EncoderSpec(embedding_norm=norm, classifier=normed_classifier(fields, norm))
+    encoder = EncoderSpec(embedding_norm=norm, classifier=modernbert_classifier(fields, norm))
     return replace(made, tied=True, encoder=encoder)
 
 

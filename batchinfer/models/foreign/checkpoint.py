@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from batchinfer.machine.ask_child import Died, ask_child
+from batchinfer.machine.ask_child import ChildDied, ask_child
 from batchinfer.models.checkpoint.checkpoint import config_folder
 from batchinfer.models.families.registry import FAMILIES
 from batchinfer.models.files.config_fields import checkpoint_error, load_if_there, read_config_json, shown
@@ -43,7 +43,7 @@ def describe_in_child(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> 
     what = "the process that looks at the model"
     try:
         found = ask_child(what, PROBE, raw, generation, within_s=WITHIN_S)
-    except Died as died:
+    except ChildDied as died:
         raise CannotRun("two processes that looked at it ended", str(died)) from died
     if isinstance(found, tuple):
         raise CannotRun(*found)

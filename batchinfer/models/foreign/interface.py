@@ -52,7 +52,7 @@ def silence_transformers() -> Iterator[None]:
         yield
 
 
-class Attending(Protocol):
+class AttentionBackend(Protocol):
     """Computes the attention of a model in place of transformers.
 
     A forward pass of the model calls `mask` first, and then `attend` for each layer.
@@ -84,7 +84,7 @@ class Attending(Protocol):
         """
 
 
-def attach(model: Any, attending: Attending) -> None:
+def attach(model: Any, attending: AttentionBackend) -> None:
     """Redirect the attention and mask calls of all layers of a transformers model to an object.
 
     Args:
@@ -106,12 +106,12 @@ def _attend(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    attending: Attending = getattr(module, _ATTRIBUTE)
+    attending: AttentionBackend = getattr(module, _ATTRIBUTE)
     return attending.attend(module, query, key, value, attention_mask, scaling, **more), None
 
 
 def _mask(**of: Any) -> Any:
-    attending: Attending = getattr(of["config"], _ATTRIBUTE)
+    attending: AttentionBackend = getattr(of["config"], _ATTRIBUTE)
     return attending.mask(**of)
 
 
@@ -193,7 +193,7 @@ def _unsteady(value: object) -> Iterator[str]:
             yield from _unsteady(inner)
 
 
-class Given(nn.Module):
+class DecoderStub(nn.Module):
     """Replaces the decoder inside a transformers model, so that the model only computes logits from hidden states.
 
     The hidden states are passed to the model as `inputs_embeds`. The constructor gets the class of the decoder's

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchinfer.models.decoder.feed_forward import ExpertLoads
-from batchinfer.models.foreign.interface import Given, attach
+from batchinfer.models.foreign.interface import DecoderStub, attach
 from batchinfer.models.foreign.spec import ForeignSpec
 from batchinfer.models.ops.attention import AttentionInputs, AttentionPlan, LayerCache
 from batchinfer.models.ops.interface import Ops
@@ -49,7 +49,7 @@ class TransformersModel:
         self._step: _Step | None = None
         self._decoder = causal.get_submodule(spec.decoder)
         attach(causal, self)
-        causal.set_submodule(spec.decoder, Given(returned))
+        causal.set_submodule(spec.decoder, DecoderStub(returned))
         self._around = causal
 
     @property
@@ -108,7 +108,7 @@ class TransformersModel:
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, **more: Any
     ) -> Tensor:
-        """Compute the attention of the step's next layer over its KV cache; see `Attending.attend` for the arguments.
+        """Compute the attention of the step's next layer over its KV cache; see `AttentionBackend.attend`.
 
         Raises:
             RuntimeError: No step is running, or attention was already called for all layers of the step.
@@ -130,7 +130,7 @@ class TransformersModel:
         return found[None, ..., : layer.v_dim].to(v.dtype)
 
     def mask(self, **_: Any) -> None:
-        """Return None, as the engine's operators apply the mask. It overrides `Attending.mask`."""
+        """Return None, as the engine's operators apply the mask. It overrides `AttentionBackend.mask`."""
 
     @staticmethod
     def _heads(heads: Tensor, dim: int, cache: LayerCache) -> Tensor:

@@ -18,7 +18,7 @@ from batchinfer.models.families.family import ConfigFiles, eos_token_ids, stated
 from batchinfer.models.files.config_fields import Fields, shown
 from batchinfer.models.foreign.interface import (
     ATTENTION_NAME,
-    Given,
+    DecoderStub,
     attach,
     class_of,
     config_of,
@@ -184,7 +184,7 @@ def _halves(model: Any, path: str, vocab: int) -> _Halves:
     attach(model, Recorder(TOKENS))
     out = _run(decoder)
     hidden, parameters = out.last_hidden_state, _values(model)
-    model.set_submodule(path, Given(type(out)))
+    model.set_submodule(path, DecoderStub(type(out)))
     with torch.no_grad(), FlopCounterMode(display=False) as flops:
         logits = model(inputs_embeds=hidden, use_cache=False).logits
     if logits.shape != (1, TOKENS, vocab) or embedding.shape[0] < vocab:

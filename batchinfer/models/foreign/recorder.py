@@ -46,7 +46,7 @@ class Recorder:
     def attend(
         self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: object, scale: object, **more: Any
     ) -> Tensor:
-        """Record the attention of a layer, and return an empty tensor of its result's shape; see `Attending.attend`."""
+        """Record the attention of a layer, and return an empty tensor of its shape; see `AttentionBackend.attend`."""
         self.outermost.append(self._path[1] if len(self._path) > 1 else "")
         self.layers.append(_layer(module, q, k, v, mask, scale, more))
         return q.new_empty(*(q.shape[0], q.shape[2], q.shape[1], v.shape[3]))

@@ -26,7 +26,7 @@ FARTHEST_HALF = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExpectedResults:
     """The expected results of a test that compares a model in the engine with transformers' own attention.
 
     Attributes:
@@ -40,7 +40,7 @@ class Wanted:
     returned: type
 
 
-def run_alone(causal: Any, spec: ForeignSpec, device: torch.device | str) -> Wanted:
+def run_alone(causal: Any, spec: ForeignSpec, device: torch.device | str) -> ExpectedResults:
     """Run random rows one at a time with transformers' own attention, and return the rows with their logits.
 
     Args:
@@ -65,10 +65,10 @@ def run_alone(causal: Any, spec: ForeignSpec, device: torch.device | str) -> Wan
         causal.set_attn_implementation(ATTENTION_NAME)
     if not all(bool(found.isfinite().all()) for found in logits):
         raise CannotRun("its logits are no finite numbers in this dtype; take another model.dtype")
-    return Wanted(rows, logits, returned[0])
+    return ExpectedResults(rows, logits, returned[0])
 
 
-def check_together(model: TransformersModel, ops: Ops, wanted: Wanted, dtype: torch.dtype) -> None:
+def check_together(model: TransformersModel, ops: Ops, wanted: ExpectedResults, dtype: torch.dtype) -> None:
     """Run the test rows together in the engine, in chunks and with a paged cache, and compare their logits.
 
     Args:

@@ -53,7 +53,7 @@ class Arithmetic:
 
 
 @dataclass(frozen=True, slots=True)
-class Lacking:
+class MissingOperators:
     """The reason why compiled or Triton operators cannot be used, for an error message or a warning.
 
     Attributes:
@@ -136,25 +136,27 @@ def _compiled(
     tiles: bool | None,
     codes: bool,
     causal: bool,
-) -> Ops | Lacking:
+) -> Ops | MissingOperators:
     if any(not form.coded for form in forms):
-        return Lacking("a CPU multiplies zeros, too", "use engine.device: cuda")
+        return MissingOperators("a CPU multiplies zeros, too", "use engine.device: cuda")
     if any(form.codes == "fp8" for form in forms):
-        return Lacking("a CPU cannot multiply in fp8", "use engine.device: cuda, or model.quantization: int8")
+        return MissingOperators(
+            "a CPU cannot multiply in fp8", "use engine.device: cuda, or model.quantization: int8"
+        )
     if not CpuOps.can_run(dtype, group, head_dim, latent):
         return _not_covered(dtype, group, head_dim)
     grant = tile_grant()
     if tiles and not grant.given:
-        return Lacking(
+        return MissingOperators(
             f"this deterministic job was planned for matrix tiles (AMX); {grant.refusal or 'this CPU has none'}",
             _OTHER_KIND,
         )
     try:
         compiled = CompiledOperators(tiles="none" if tiles is False else None, codes=codes)
     except NoCompiler as error:
-        return Lacking(str(error), "install one (apt install gcc)")
+        return MissingOperators(str(error), "install one (apt install gcc)")
     if tiles and not compiled.has_tiles:
-        return Lacking(
+        return MissingOperators(
             "this deterministic job was planned for matrix tiles (AMX), which the C compiler is too old for",
             _NEWER,
         )
@@ -171,9 +173,9 @@ def _warn_of_tiles(grant: Grant, as_chosen: bool) -> None:
         )
 
 
-def _not_covered(dtype: torch.dtype, group: int, head_dim: int) -> Lacking:
+def _not_covered(dtype: torch.dtype, group: int, head_dim: int) -> MissingOperators:
     sizes = f"{dtype} with {group} query heads of {head_dim} a KV head"
-    return Lacking(f"they do not cover {sizes}", "take another model.dtype or model")
+    return MissingOperators(f"they do not cover {sizes}", "take another model.dtype or model")
 
 
 def _triton(
@@ -185,10 +187,10 @@ def _triton(
     kv_heads: int,
     latent: bool,
     causal: bool,
-) -> Ops | Lacking:
+) -> Ops | MissingOperators:
     # Importing triton looks for a driver, so it is imported only here
     if importlib.util.find_spec("triton") is None:
-        return Lacking("triton is not installed", "install it (pip install triton)")
+        return MissingOperators("triton is not installed", "install it (pip install triton)")
     from batchinfer.models.ops.triton_ops import TritonOps
     from batchinfer_kernels.gpu.attention_plan import AttentionShape
 
@@ -212,7 +214,7 @@ def _stated_peaks(dtype: torch.dtype) -> Peaks:
     return Peaks(stated.peak_flops[kind], stated.bandwidth)
 
 
-def _unfit_gpu(forms: frozenset[WeightForm], dtype: torch.dtype) -> Lacking | None:
+def _unfit_gpu(forms: frozenset[WeightForm], dtype: torch.dtype) -> MissingOperators | None:
     from batchinfer.models.ops.gpu_sparse import why_not_sparse
     from batchinfer_kernels.gpu import target
     from batchinfer_kernels.gpu.fp8_matmul import why_not_fp8
@@ -220,19 +222,21 @@ def _unfit_gpu(forms: frozenset[WeightForm], dtype: torch.dtype) -> Lacking | No
     try:
         found = target.architecture()
     except (RuntimeError, OSError, CalledProcessError) as error:
-        return Lacking(f"Triton cannot use this GPU: {error}", NEEDS_OF_TRITON)
+        return MissingOperators(f"Triton cannot use this GPU: {error}", NEEDS_OF_TRITON)
     if found.isdigit() and int(found) < LEAST_CAPABILITY:
         has = f"this GPU has compute capability {found[:-1]}.{found[-1]}, and they need 8.0 or newer"
-        return Lacking(has, "use a newer GPU or engine.device: cpu")
+        return MissingOperators(has, "use a newer GPU or engine.device: cpu")
     strange = {form.group for form in forms if form.codes == "int4" and form.group % PIECE}
     if strange:
         has = f"its int4 has groups of {min(strange)} inputs, and a GPU multiplies groups of a multiple of {PIECE}"
-        return Lacking(has, "use model.quantization: none, int8 or fp8")
+        return MissingOperators(has, "use model.quantization: none, int8 or fp8")
     if any(form.codes == "int4" and not form.whole_zeros for form in forms):
         has = "its int4 has zeros between codes (GGUF's Q4_1 and Q4_K, torchao's), and a GPU multiplies whole ones"
-        return Lacking(has, "use model.quantization: none, int8 or fp8")
+        return MissingOperators(has, "use model.quantization: none, int8 or fp8")
     sparse = any(not form.coded for form in forms)
     if sparse and (why := why_not_sparse(dtype)) is not None:
-        return Lacking(why, "install torch's own build for CUDA")
+        return MissingOperators(why, "install torch's own build for CUDA")
     missing = why_not_fp8() if any(form.codes == "fp8" for form in forms) else None
-    return None if missing is None else Lacking(missing, "use model.quantization: int8 or a newer GPU")
+    return (
+        None if missing is None else MissingOperators(missing, "use model.quantization: int8 or a newer GPU")
+    )

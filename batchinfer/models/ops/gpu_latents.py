@@ -29,7 +29,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Decompressed:
+class DecompressedGroup:
     """A group of sequences in a step whose K and V are computed from cached latents ("decompressed") at the same time.
 
     Attributes:
@@ -73,7 +73,7 @@ class LatentWork:
 
     absorbed: AttentionPlan | None
     rows: Tensor | None
-    decompressed: Sequence[Decompressed]
+    decompressed: Sequence[DecompressedGroup]
 
 
 class LatentPlan(AttentionPlan):
@@ -138,7 +138,7 @@ class LatentPlan(AttentionPlan):
             host_tables=None,
         )
 
-    def _plan_group(self, group: Ints, lens: Ints, contexts: Ints, dtype: torch.dtype) -> Decompressed:
+    def _plan_group(self, group: Ints, lens: Ints, contexts: Ints, dtype: torch.dtype) -> DecompressedGroup:
         own = contexts[group]
         firsts = np.cumsum(own) - own
         rows = (np.cumsum(lens) - lens)[group]
@@ -149,7 +149,7 @@ class LatentPlan(AttentionPlan):
             np.stack((sequence, at // self._block_size, at % self._block_size)), self._device, np.int64
         )
         blocks = self._inputs.block_tables[places[0], places[1]].long()
-        return Decompressed(blocks * self._block_size + places[2], copy_to_device(items, self._device))
+        return DecompressedGroup(blocks * self._block_size + places[2], copy_to_device(items, self._device))
 
     @property
     def _device(self) -> torch.device:

@@ -20,7 +20,7 @@ from batchinfer.models.spec.spec import (
 from batchinfer_kernels.arithmetic import Device, WeightForm
 from batchinfer_kernels.cost import (
     Cost,
-    Decompressing,
+    DecompressionFlops,
     LatentSizes,
     ModelCost,
     OperatorCost,
@@ -201,7 +201,7 @@ def _attention(spec: ModelSpec, itemsize: int, decompresses: bool) -> OperatorCo
     return replace(whole, pair=pair, kv_token=read, decompressing=decompressing)
 
 
-def _decompressing(spec: ModelSpec) -> Decompressing | None:
+def _decompressing(spec: ModelSpec) -> DecompressionFlops | None:
     # K and V are never computed from quantised kv_b weights
     sizes = []
     for layer in spec.layers:
@@ -217,7 +217,7 @@ def _decompressing(spec: ModelSpec) -> Decompressing | None:
     if not sizes:
         return None
     pair, made = (sum(heads * getattr(own, of) for own, heads in sizes) for of in ("pair", "made"))
-    return Decompressing(pair // len(sizes), made // len(sizes), len(sizes))
+    return DecompressionFlops(pair // len(sizes), made // len(sizes), len(sizes))
 
 
 def _attention_of(attention: AttentionSpec | LatentAttentionSpec, itemsize: int) -> OperatorCost:

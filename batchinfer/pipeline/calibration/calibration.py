@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchinfer.core.statistics.quality import Quality
-from batchinfer.core.wording import about, counted
+from batchinfer.core.wording import counted, rough_duration
 from batchinfer.engine.config import CalibrationOrder
 from batchinfer.filesystem.durable import FileOps, check_free_space, storage, write_json
 from batchinfer.filesystem.state import StateFolder
@@ -123,7 +123,7 @@ def write_calibrated(
     longest = min(ANSWER_TOKENS, setup.setting.numerics.max_model_len)
     answers = longest if _can_answer(job, setup, listener.notice) else 0
     expected = calibration_forecast(setup, CalibrationSample(len(prompts), tokens, answers), group).seconds
-    takes = "" if expected is None else f", for about {about(expected)}"
+    takes = "" if expected is None else f", for about {rough_duration(expected)}"
     listener.notice(
         f"calibrating int4 weights, once, on {counted(len(prompts), 'row')} with {tokens:,} tokens{takes}"
     )
@@ -136,7 +136,7 @@ def write_calibrated(
     )
     write_json(folder / RECORD, record_of(found.loss), FileOps())
     loss = "" if found.loss is None else f": {loss_text(found.loss)}"
-    listener.notice(f"calibrated in {about(time.monotonic() - began)}{loss}")
+    listener.notice(f"calibrated in {rough_duration(time.monotonic() - began)}{loss}")
     if found.few:
         listener.notice(few_text(found))
     return True

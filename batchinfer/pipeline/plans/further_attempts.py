@@ -25,7 +25,7 @@ class FurtherAttempts:
     The next attempt of a row is determined from the index and the store alone, so a later run would choose the same.
     """
 
-    to_come = False  # a plan depends on answers to come
+    will_plan_again = False  # a plan depends on answers to come
 
     def __init__(self, run: OpenRun, index: Index, collector: Collector, pool: ReplicaPool) -> None:
         self._run, self._index, self._collector, self._pool = run, index, collector, pool

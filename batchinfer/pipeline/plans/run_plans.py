@@ -39,7 +39,7 @@ class Source(Protocol):
     """A source of plans: decides when the next plan of a run is made, and makes it."""
 
     @property
-    def to_come(self) -> bool:
+    def will_plan_again(self) -> bool:
         """Return True if the source will certainly make another plan, whatever the next answers are."""
 
     def is_due(self, exhausted: bool, idle: bool) -> bool:
@@ -99,9 +99,9 @@ class RunPlans:
         self._sources.append(source)
 
     @property
-    def to_come(self) -> bool:
+    def will_plan_again(self) -> bool:
         """Return True if a plan is being made or will certainly be made, whatever the next answers are."""
-        return self._making is not None or any(source.to_come for source in self._sources)
+        return self._making is not None or any(source.will_plan_again for source in self._sources)
 
     def next(self, exhausted: bool, idle: bool) -> Iterator[tuple[PlanBatch, list[Request]]] | None:
         """Start to make a plan if one is due. If a plan is ready, return its requests, which replace the current plan.

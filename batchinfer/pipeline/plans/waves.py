@@ -62,7 +62,7 @@ class Waves:
         self.forecast = RunForecast()  # of the last plan
 
     @property
-    def to_come(self) -> bool:
+    def will_plan_again(self) -> bool:
         """Return True until engines have switched to a plan with all rows of the input."""
         return not (self._followed and self.index is not None)
 
@@ -77,8 +77,8 @@ class Waves:
         """
         self._reading.check()
         waits = self._waits()
-        if self._reading.ended or not self.to_come:
-            return self.to_come
+        if self._reading.ended or not self.will_plan_again:
+            return self.will_plan_again
         if waits or time.monotonic() < self._not_before:
             return False
         left_s = self._run.progress.left_of_known_s()

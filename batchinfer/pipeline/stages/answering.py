@@ -230,7 +230,7 @@ def wait_until_ready(run: OpenRun, pool: ReplicaPool) -> None:
     while pool.info is None and run.interrupts.pending is None:
         pool.receive(0.1)
         run.progress.tick()
-        run.operators.look()
+        run.operators.notify_progress()
 
 
 def _begin(run: OpenRun, plan: Plan, pool: ReplicaPool) -> None:

@@ -120,7 +120,7 @@ class _Answering:
         while pool.info is None and run.interrupts.pending is None:
             pool.receive(0.1)
             run.progress.tick()
-            run.operators.look()
+            run.operators.notify_progress()
             found = self._plans.next(found is None, found is None) or found
         pool.learn(known)
         run.report.start_measuring(pool.infos)

@@ -46,7 +46,7 @@ class EarlyLoading:
             missing.add(keys)
             if missing.has_enough:
                 self._load()
-        self._run.launch.look()
+        self._run.launch.receive_messages()
 
     def _is_large(self) -> bool:
         return self._lacking is None and len(self._store.parts()) > _MANY

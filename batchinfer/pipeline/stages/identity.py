@@ -22,7 +22,7 @@ def publish_spec(run: OpenRun, context: bytes, inputs: Sequence[dict[str, Any]])
         context: The first part of all work keys, from `work_context`.
         inputs: The identities of the input files.
     """
-    day = run.now.date().isoformat() if run.setup.tokenizer.tells_the_day else ""
+    day = run.now.date().isoformat() if run.setup.tokenizer.may_write_date else ""
     adapters = f" {json.dumps(dict(run.setup.adapters))}" if run.setup.adapters else ""
     rest = f"{day} {INGEST_FORMAT}{_columns(run)}{adapters}"
     material = run.job.identity_json().encode() + context + rest.encode()

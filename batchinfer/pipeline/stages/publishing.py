@@ -99,7 +99,7 @@ def publish_result(
     if run.options.limit is None:
         _settle(run, index, join)
     same = older is not None and older.manifest.generation == manifest.generation
-    changed = not same or run.report.metered
+    changed = not same or run.report.has_meter
     if changed:
         with errors_as_notice(run.notice):
             keep_keys(join)

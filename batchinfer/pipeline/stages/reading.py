@@ -16,7 +16,7 @@ from batchinfer.plan.setup.input_check import check_enough_rows, check_input
 from batchinfer.store.answers.completion_store import CompletionStore
 from batchinfer.store.index.index import Index
 from batchinfer.store.index.ingest import Ingestion, IngestProgress, index_or_ingestion
-from batchinfer.store.index.keeping import Keeping
+from batchinfer.store.index.keeping import KeptIndexReuse
 from batchinfer.store.kept.files import remove_strays
 from batchinfer.store.results.openai import LINE_BYTES
 from batchinfer.store.results.partial import PARTIAL
@@ -50,7 +50,7 @@ def check(run: OpenRun) -> Reader | None:
     Returns:
         A reader of the input files, which `read_input` reuses. None for a query.
     """
-    run.operators.look()
+    run.operators.notify_progress()
     run.progress.phase("reading", run.job.input.limit)
     with run.report.timed("ingest_s"):
         facts = check_input(run.job, run.setup, run.state)
@@ -123,7 +123,7 @@ def complete(run: OpenRun, index: Index) -> Index:
     return index
 
 
-def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
+def _keeping(run: OpenRun, store: CompletionStore) -> KeptIndexReuse | None:
     # None for a trial, which has too few rows to be reused
     if run.options.limit is not None:
         return None
@@ -133,7 +133,7 @@ def _keeping(run: OpenRun, store: CompletionStore) -> Keeping | None:
             remove_strays(state.kept, state.ops)
     answered = AnsweredRows(store.parts(), run.options.retry_errors, state.staging / "answered")
     whole = FinishedSegments(state.kept, store.parts(), run.options.retry_errors, run.notice)
-    return Keeping(state.kept, answered, run.notice, run.options.verify, whole)
+    return KeptIndexReuse(state.kept, answered, run.notice, run.options.verify, whole)
 
 
 def _read(run: OpenRun, ingestion: Ingestion, early: EarlyLoading) -> UnreadInput | None:

@@ -76,7 +76,7 @@ class Plans(Protocol):
     """The interface of the plans of a run after its first plan."""
 
     @property
-    def to_come(self) -> bool:
+    def will_plan_again(self) -> bool:
         """Return True if another plan will certainly follow, whatever the next answers are."""
 
     def next(self, exhausted: bool, idle: bool) -> Batches | None:
@@ -91,7 +91,7 @@ class Plans(Protocol):
 class OnePlan:
     """Implements `Plans` for a run that has only its first plan."""
 
-    to_come = False
+    will_plan_again = False
 
     def next(self, exhausted: bool, idle: bool) -> None:
         """Return None, because no other plan follows. The arguments are not used."""
@@ -121,7 +121,7 @@ def run_plan(
     Raises the error that ended the last engine.
     """
     in_flight, more, plans = 0, True, plans or OnePlan()
-    while more or in_flight or plans.to_come:
+    while more or in_flight or plans.will_plan_again:
         if interrupts.pending is not None:
             # without `info` the engines are still loading, so no request can finish
             if in_flight and engines.info is not None:

@@ -50,7 +50,7 @@ class Launch:
         standby = self._standby
         if standby is None or spec.factory != standby.factory:
             return None
-        if not self._transport.takes_standby(spec):
+        if not self._transport.can_use_standby(spec):
             standby.close()
             return None
         child = standby.take()
@@ -70,7 +70,7 @@ class Launch:
         """Return True if workers were started and all of them have loaded their weights."""
         return bool(self._workers) and all(worker.loaded for worker in self._workers)
 
-    def look(self) -> None:
+    def receive_messages(self) -> None:
         """Receive messages of the workers while they load. Call it regularly.
 
         Raises:

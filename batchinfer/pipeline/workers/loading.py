@@ -19,9 +19,9 @@ from batchinfer.pipeline.workers.messages import (
     Ask,
     Chosen,
     Configure,
+    HeartbeatMessage,
     Load,
     Loaded,
-    Pulse,
     WorkerSpec,
 )
 from batchinfer.pipeline.workers.ranks.others import OtherRanks
@@ -66,7 +66,7 @@ class EngineLoading:
         return weights.engine(configure.config, stop_streams, self._agreed, *send_step)
 
     def _beat(self) -> None:
-        self._connection.send(Pulse(self._untimed_blocks > 0, self._ranks.silent_rank()))
+        self._connection.send(HeartbeatMessage(self._untimed_blocks > 0, self._ranks.silent_rank()))
 
     def _received(self, kind: type[T]) -> T:
         return receive_message(self._connection.recv, kind)
@@ -85,12 +85,12 @@ class EngineLoading:
     def _untimed(self) -> Iterator[None]:
         # Suspends the watchdog. Blocks may be nested, as for compilation during graph capture.
         self._untimed_blocks += 1
-        self._connection.send(Pulse(untimed=True))
+        self._connection.send(HeartbeatMessage(untimed=True))
         try:
             yield
         finally:
             self._untimed_blocks -= 1
-            self._connection.send(Pulse(untimed=self._untimed_blocks > 0))
+            self._connection.send(HeartbeatMessage(untimed=self._untimed_blocks > 0))
 
 
 class RankLoading:
@@ -110,9 +110,11 @@ class RankLoading:
         """
         load_weights = import_function(self._spec.factory)
         receive_message(self._connection.recv, Load)
-        with Heartbeat(lambda: self._connection.send(Pulse())):
+        with Heartbeat(lambda: self._connection.send(HeartbeatMessage())):
             found = self._loaded(load_weights)
-        self._connection.send(Pulse(untimed=True))  # from now on the driver watches the engine as a whole
+        self._connection.send(
+            HeartbeatMessage(untimed=True)
+        )  # from now on the driver watches the engine as a whole
         return found
 
     def _loaded(self, load_weights: Callable[..., Any]) -> Any:

@@ -202,7 +202,7 @@ class WorkDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class HeartbeatMessage:
     """Message from a worker or rank: it is still running (a heartbeat).
 
     Attributes:

@@ -197,13 +197,13 @@ class Replica:
             return
         if not self.worker.decides:
             self._choosing.reset()
-        elif self._choosing.look() > CHOOSING_S:
+        elif self._choosing.update() > CHOOSING_S:
             self.worker.give_up(CHOOSING_S)
             return
         if (self.worker.untimed and not self.worker.waits_for) or not (loads or self.unfinished):
             self._silence.reset()
             return
-        if self._silence.look() <= (least_s := self._silent_s(loads)):
+        if self._silence.update() <= (least_s := self._silent_s(loads)):
             return
         limit_s = (
             least_s if loads else max(least_s, SILENT_STEPS * max(longest_step_s(), self._longest_step_s))
@@ -294,7 +294,7 @@ class Replica:
         """
         crash = self.worker.crash
         if self.spec.others and crash is not None and crash.kind is OutOfMemory:
-            self._config = smaller(self._config, self.info)
+            self._config = halve_step_limits(self._config, self.info)
         self._past = self.activities
         self.restarts += 1
         self.gone = False
@@ -314,7 +314,7 @@ class Replica:
         self.worker.close()
 
 
-def smaller(config: EngineConfig, info: EngineInfo | None) -> EngineConfig:
+def halve_step_limits(config: EngineConfig, info: EngineInfo | None) -> EngineConfig:
     """Return an engine configuration with half the tokens and rows per step, for an engine that ran out of memory.
 
     Args:

@@ -19,9 +19,9 @@ from batchinfer.pipeline.workers.agreement import Agreement
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import WorkDone, WorkerSpec
 from batchinfer.pipeline.workers.replica import CODE, Death, Replica, WorkerActivity
+from batchinfer.pipeline.workers.resource_wait import ResourceWait
 from batchinfer.pipeline.workers.suspects import RowGroup, Suspects, probe_of
 from batchinfer.pipeline.workers.transport import PROCESSES, Transport
-from batchinfer.pipeline.workers.vacancies import Vacancies
 from batchinfer.pipeline.workers.worker_handle import SINGLE_ENGINE_CODES, WorkerHandle
 from batchinfer.plan.order.backlog import Backlog, piece_rows
 from batchinfer.report.tables.ranks import EngineRank
@@ -84,7 +84,7 @@ class ReplicaPool:
         self._ready_at: tuple[float, float] | None = None  # wall and CPU time of this process in s
         self.restarts = 0
         self._agreement = Agreement()
-        self._vacancies = Vacancies(transport, notice)
+        self._resource_wait = ResourceWait(transport, notice)
         self._shares_answers = "answers" in config.drafts
         self._replicas: list[Replica] = []
         self._idle_deaths: list[Replica] = []  # died when no rows were left; a later plan may bring rows
@@ -179,7 +179,7 @@ class ReplicaPool:
         """
         self._restart_for_new_rows()
         live = self._live
-        self._vacancies.look(all_wait=bool(live) and all(replica.waits for replica in live))
+        self._resource_wait.update(all_wait=bool(live) and all(replica.waits for replica in live))
         with self._loading() if self.info is None else nullcontext():
             results = [
                 done

@@ -45,7 +45,7 @@ class SharedCores:
         elapsed = now - self._looked_at
         if elapsed < LOOK_EVERY_S:
             return
-        self._looked_at, others = now, self._load.look()
+        self._looked_at, others = now, self._load.measure()
         if others is None:
             return
         self._used += others * elapsed

@@ -81,7 +81,7 @@ class Transport(Protocol):
             load: The model that the function reads.
         """
 
-    def takes_standby(self, spec: WorkerSpec) -> bool:
+    def can_use_standby(self, spec: WorkerSpec) -> bool:
         """Return True if the standby process of this machine can become the worker with this specification."""
 
     def wait_for_messages(self, links: Sequence[Link], timeout_s: float) -> list[Link]:
@@ -163,7 +163,7 @@ class ProcessTransport:
         """
         return ProcessLink(Child(target, argument))
 
-    def takes_standby(self, spec: WorkerSpec) -> bool:
+    def can_use_standby(self, spec: WorkerSpec) -> bool:
         """Return True if the worker may use the whole machine, so the standby process can become this worker.
 
         A worker with some of the cores or GPUs must be restricted to them before it imports libraries.

@@ -20,9 +20,9 @@ from batchinfer.pipeline.workers.loading import EngineLoading
 from batchinfer.pipeline.workers.messages import (
     Add,
     Finish,
+    HeartbeatMessage,
     Learn,
     Left,
-    Pulse,
     Ready,
     WorkDone,
     WorkerSpec,
@@ -167,7 +167,7 @@ class _Worker:
         for request in requests:
             self._engine.add([request])
             if time.monotonic() - self._sent_at >= PULSE_S:
-                self._connection.send(Pulse())
+                self._connection.send(HeartbeatMessage())
                 self._sent_at = time.monotonic()
 
     def _collect(self, output: Any) -> None:

@@ -28,12 +28,12 @@ from batchinfer.pipeline.workers.messages import (
     Configure,
     Failed,
     Finish,
+    HeartbeatMessage,
     Learn,
     Left,
     Load,
     Loaded,
     Placed,
-    Pulse,
     Ready,
     WorkDone,
     WorkerSpec,
@@ -256,7 +256,7 @@ class WorkerHandle:
             self.asks = True
         elif isinstance(message, Chosen):
             self.decides, self.chosen = False, message.chosen
-        elif isinstance(message, Pulse):
+        elif isinstance(message, HeartbeatMessage):
             self.beats, self.untimed, self.waits_for = True, message.untimed, message.waits_for
         elif isinstance(message, Left):
             self.left, self.peak_rss = True, message.peak_rss

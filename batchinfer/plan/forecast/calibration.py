@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from batchinfer.core.wording import about, count, counted
+from batchinfer.core.wording import count, counted, rough_duration
 from batchinfer.job import Job
 from batchinfer.models.calibration.work import HELD_OUT_OF, STEP_TOKENS, CalibrationWork, calibration_work
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
@@ -78,7 +78,7 @@ class CalibrationForecast:
         sample = f"{counted(self.rows, 'row')} with {count(self.tokens)} tokens"
         if self.seconds is None:
             return f"once, on about {sample}, before the engine's time; how long it takes is not known: {self.why}"
-        return f"about {about(self.seconds)}, once, on about {sample}, before the engine's time"
+        return f"about {rough_duration(self.seconds)}, once, on about {sample}, before the engine's time"
 
 
 def forecast_job_calibration(

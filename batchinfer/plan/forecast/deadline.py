@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.core.wording import about, count, percent
+from batchinfer.core.wording import count, percent, rough_duration
 from batchinfer.job import Job
 from batchinfer.job.deadline import next_moment
 from batchinfer.plan.forecast.calibration import CalibrationForecast
@@ -100,15 +100,19 @@ class Deadline:
     @property
     def _text(self) -> str:
         when = f"{self.at:%Y-%m-%d %H:%M}"
-        when += f", in {about(self.left_s)}" if self.left_s > 0 else f", {about(-self.left_s)} ago"
+        when += (
+            f", in {rough_duration(self.left_s)}"
+            if self.left_s > 0
+            else f", {rough_duration(-self.left_s)} ago"
+        )
         if self.spare_s is None:
             return (
                 f"{when}: unknown whether it will be met, because there is no forecast of the engine's time"
             )
         least = "at least " if self.upper_bound else ""
         if self.spare_s >= 0:
-            return f"{when}: the engine is forecast to finish {least}{about(self.spare_s)} before it"
-        late = f"the engine is forecast to finish {about(-self.spare_s)} after it"
+            return f"{when}: the engine is forecast to finish {least}{rough_duration(self.spare_s)} before it"
+        late = f"the engine is forecast to finish {rough_duration(-self.spare_s)} after it"
         if not self.upper_bound:
             return f"{when}: {late}"
         return (
@@ -161,7 +165,7 @@ class DeadlineWatch:
             self.rows += rows
             self.output_tokens += output_tokens
 
-    def look(self, left_s: float | None) -> None:
+    def warn_if_late(self, left_s: float | None) -> None:
         """Warn if the deadline will be missed, unless a warning was given before.
 
         In the first 30 seconds of a run it warns only if the deadline is past, because the rate is not representative
@@ -178,8 +182,8 @@ class DeadlineWatch:
         if late_s > 0 and (known or moment > self._at):
             self._told = True
             self._notice(
-                f"the deadline ({self._at:%Y-%m-%d %H:%M}) will be missed by about {about(late_s)} at the present "
-                "rate; finished answers are kept, and the same command continues from them"
+                f"the deadline ({self._at:%Y-%m-%d %H:%M}) will be missed by about {rough_duration(late_s)} at the "
+                "present rate; finished answers are kept, and the same command continues from them"
             )
 
 
@@ -245,15 +249,18 @@ class StopForecast:
     @property
     def text(self) -> str:
         """Return a sentence that says how many rows are done when the run stops."""
-        when = f"{self.at.astimezone():%Y-%m-%d %H:%M}, in {about(self.left_s)}"
+        when = f"{self.at.astimezone():%Y-%m-%d %H:%M}, in {rough_duration(self.left_s)}"
         if self.takes_s is None or self.share is None:
             return f"{when}: how many rows will be done by then is not known without a forecast of the engine's time"
         least = "at least " if self.upper_bound else ""
         if self.takes_s <= self.left_s:
-            return f"{when}: all rows will be done, {least}{about(self.left_s - self.takes_s)} before"
+            return (
+                f"{when}: all rows will be done, {least}{rough_duration(self.left_s - self.takes_s)} before"
+            )
         done = f"{percent(self.share)} of the rows ({count(self.rows_done)} of {count(self.rows)})"
         most = "at most " if self.upper_bound else "about "
-        return f"{when}: {least}{done} will be done by then, and {most}{about(self.takes_s - self.left_s)} are left"
+        left = rough_duration(self.takes_s - self.left_s)
+        return f"{when}: {least}{done} will be done by then, and {most}{left} are left"
 
     def to_json(self) -> dict[str, Any]:
         """Return the forecast as a JSON object.

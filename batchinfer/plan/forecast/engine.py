@@ -16,7 +16,7 @@ from batchinfer.plan.forecast.sharded_model import (
     measured_stages,
     needs_all_logits,
 )
-from batchinfer.plan.forecast.step_times import StepTimes, alike, step_times
+from batchinfer.plan.forecast.step_times import StepTimes, comparable_values, step_times
 from batchinfer.plan.forecast.time_range import TimeRange, engine_range, other_range, unmeasured_s
 from batchinfer.plan.order.backlog import share_of
 from batchinfer.plan.order.plan import Plan
@@ -25,7 +25,7 @@ from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.setting import engine_weights
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
 from batchinfer.plan.simulation.extrapolation import simulate_part, simulate_whole
-from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, block_bytes
+from batchinfer.plan.simulation.simulator import SimulatedEngine, SimulatedTotals, block_bytes
 from batchinfer.plan.simulation.stages import SimulatedStage
 from batchinfer.report.tables.earlier_runs import (
     EarlierProposals,
@@ -70,7 +70,7 @@ class EngineForecast:
         proposals: Counts of draft tokens in the last run, only for display. None if the job has no drafts.
     """
 
-    run: Simulated
+    run: SimulatedTotals
     simulated: float
     answers_from: int
     upper_bound: bool
@@ -167,7 +167,7 @@ class ForecastEngine:
         mfu = whole.flops / spent_s / peaks.fastest
         mbu = whole.bytes / spent_s / peaks.bytes_per_s
         folder = report_folder(self.job.results_root)
-        watts = earlier_power(folder, alike(self.job, setting))
+        watts = earlier_power(folder, comparable_values(self.job, setting))
         energy_j = None if watts is None else watts * expected_s
         waits = whole.waited_s / whole.seconds if len(self.machine.stages) > 1 else None
         earlier = earlier_overhead(folder)
@@ -180,7 +180,7 @@ class ForecastEngine:
             found, seconds=expected_s, within=within, waits=waits, mfu=mfu, mbu=mbu, energy_j=energy_j
         )
 
-    def _whole(self, batches: list[list[Request]], lengths: AnswerLengths) -> Simulated:
+    def _whole(self, batches: list[list[Request]], lengths: AnswerLengths) -> SimulatedTotals:
         engines = self.setup.setting.placement.replicas
         requests = share_of([request for batch in batches for request in batch], engines)
         whole = (self.plan.prompt_tokens + self.plan.expected_tokens) * self.multiple
@@ -188,7 +188,7 @@ class ForecastEngine:
             found = simulate_part(self.machine, requests, lengths)
             return found.run if engines == 1 else found.run.counted(whole / found.size)
         size = round(whole / engines)
-        run = simulate_whole(self.machine, requests, half_of(requests), lengths, size)
+        run = simulate_whole(self.machine, requests, every_second_segment(requests), lengths, size)
         return run.counted(engines)
 
     def _proposals(self) -> EarlierProposals | None:
@@ -232,7 +232,7 @@ class ForecastEngine:
         ]
 
 
-def half_of(requests: Sequence[T]) -> list[T]:
+def every_second_segment(requests: Sequence[T]) -> list[T]:
     """Divide requests into consecutive segments, and return the requests of every second segment.
 
     The result is a sample of half of the requests. Segments are short, so that the sample covers the whole plan, but
@@ -288,7 +288,9 @@ def simulated_engine(
     """
     setting, room = setup.setting, engine_room(job, setup, longest)
     cost = setting.model_cost(setup.checkpoint)
-    earlier = earlier_steps(report_folder(job.results_root), alike(job, setting)) if learns else None
+    earlier = (
+        earlier_steps(report_folder(job.results_root), comparable_values(job, setting)) if learns else None
+    )
     times = step_times(setting, cost, earlier)
     captures = captures_of(setup, cost, room.limits, longest) if setting.device == "cuda" else None
     ranks, stages = 1, tuple[SimulatedStage, ...]()

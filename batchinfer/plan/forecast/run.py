@@ -104,7 +104,7 @@ class RevisedForecast:
         self._began = began
         self.facts: dict[str, Any] = {}  # for the run's report, by the names of the run table's columns
 
-    def look(self, progress: Progress) -> None:
+    def report_once(self, progress: Progress) -> None:
         """Report the new forecast as soon as enough answers have finished. Later calls do nothing.
 
         Args:

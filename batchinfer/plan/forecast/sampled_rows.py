@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from batchinfer.input.job_input import input_files, open_input
-from batchinfer.input.reader import Strata
+from batchinfer.input.reader import SpreadSample
 from batchinfer.job import Job
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.prefixes import PlannedPrefix
@@ -57,7 +57,7 @@ class SampledRows:
         return replace(node, users=users, saved_tokens=node.own_tokens * (users - 1))
 
 
-def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
+def strata_of(job: Job, rows: int) -> tuple[SpreadSample, int] | None:
     """Return how to draw a sample of about `rows` rows from the whole input, and the number of rows of the input.
 
     Returns None if the input has at most `rows` rows, so no sample is needed. Counts the rows of the whole input first.
@@ -66,7 +66,7 @@ def strata_of(job: Job, rows: int) -> tuple[Strata, int] | None:
     if found <= rows:
         return None
     run = min(RUN_ROWS, rows)
-    return Strata(math.ceil(run * found / rows), run), found
+    return SpreadSample(math.ceil(run * found / rows), run), found
 
 
 def sampled_rows(index_parts: Sequence[Path], of_rows: int) -> SampledRows:

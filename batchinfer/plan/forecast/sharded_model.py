@@ -165,7 +165,9 @@ def needs_all_logits(job: Job) -> bool:
     For greedy decoding, each rank only sends the most likely token of its part of the vocabulary.
     """
     params = job.params()
-    asked = params.asks_logprobs or params.penalised or params.forbids_tokens or params.constraint is not None
+    asked = (
+        params.asks_logprobs or params.has_penalty or params.forbids_tokens or params.constraint is not None
+    )
     return asked or not params.greedy or bool(job.sampling.from_columns)
 
 

@@ -49,7 +49,7 @@ class StepTimes:
     runs: int = 0
 
 
-def alike(job: Job, setting: Setting) -> dict[str, object]:
+def comparable_values(job: Job, setting: Setting) -> dict[str, object]:
     """Return the values, by column of the run table, that a comparable earlier run must have.
 
     Step times of a run are used for a forecast only if its model, machine and arithmetic are the same.

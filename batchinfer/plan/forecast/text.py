@@ -8,7 +8,7 @@ from typing import Any
 
 from batchinfer.core.samples import LAUNCH_MODES
 from batchinfer.core.statistics.quality import Quality
-from batchinfer.core.wording import count, counted, percent, seconds, short, size
+from batchinfer.core.wording import count, counted, percent, seconds, short_number, size
 from batchinfer.machine.devices import Devices
 from batchinfer.plan.forecast.engine import EngineForecast
 from batchinfer.plan.forecast.idle import IdleForecast
@@ -124,9 +124,7 @@ def drafts_line(forecast: EngineForecast) -> tuple[str, ...]:
     before = forecast.proposals
     if before is None:
         return ()
-    right = (
-        f"{percent(before.accepted / before.drafted)} of {short(before.drafted)} proposed tokens were right"
-    )
+    right = f"{percent(before.accepted / before.drafted)} of {short_number(before.drafted)} proposed tokens were right"
     if before.saved_s is None:
         return (f"{right} in the last run; none are forecast",)
     what = "saved" if before.saved_s >= 0 else "lost"
@@ -238,7 +236,7 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
         yield "context", f"{longer} longer than {count(found.context)} tokens, the model's maximum"
     if found.lengths is None:
         return
-    yield "prompts", f"{short(plan.prompt_tokens)} tokens{_shared(plan)}"
+    yield "prompts", f"{short_number(plan.prompt_tokens)} tokens{_shared(plan)}"
     yield from _tree(found.prefixes)
     yield "lengths", _spread(found.lengths)
     if found.misfit is not None:
@@ -318,14 +316,14 @@ def _tree(prefixes: list[PlannedPrefix]) -> Iterator[tuple[str, str]]:
         more = " more" if node.parent is not None else ""
         what = f"{counted(node.own_tokens, 'token')}{more} shared by {count(node.users)} rows: saves "
         name = "tree" if node is prefixes[0] else ""
-        yield name, "  " * depth[node.parent] + what + short(node.saved_tokens)
+        yield name, "  " * depth[node.parent] + what + short_number(node.saved_tokens)
 
 
 def _shared(plan: Plan) -> str:
     if not plan.shared_prefix_tokens:
         return ""
     share = percent(plan.shared_prefix_tokens / max(1, plan.prompt_tokens))
-    return f", {short(plan.shared_prefix_tokens)} of them ({share}) in prefixes that an earlier row shares"
+    return f", {short_number(plan.shared_prefix_tokens)} of them ({share}) in prefixes that an earlier row shares"
 
 
 def _sample_text(sample: SampledRows) -> str:
@@ -359,10 +357,9 @@ def _answers(forecast: EngineForecast, most: int) -> str:
         return "made of the prompts alone, without a token of output"
     if forecast.answers_from:
         runs = counted(forecast.answers_from, "earlier run")
-        return f"{short(forecast.run.output_tokens)} tokens, with lengths as in {runs}; {short(most)} at most"
-    return (
-        f"{short(most)} tokens {UPPER_BOUND if forecast.upper_bound else '(every answer has a fixed length)'}"
-    )
+        expected = short_number(forecast.run.output_tokens)
+        return f"{expected} tokens, with lengths as in {runs}; {short_number(most)} at most"
+    return f"{short_number(most)} tokens {UPPER_BOUND if forecast.upper_bound else '(every answer has a fixed length)'}"
 
 
 def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[tuple[str, str]]:
@@ -382,7 +379,10 @@ def _times(forecast: EngineForecast, price_per_hour: float | None) -> Iterator[t
     if forecast.simulated < 1:
         yield "", f"extrapolated from simulating {percent(forecast.simulated)} of the rows"
     if forecast.energy_j is not None:
-        yield "energy", f"{short(forecast.energy_j)}J, if the machine takes as much power as in earlier runs"
+        yield (
+            "energy",
+            f"{short_number(forecast.energy_j)}J, if the machine takes as much power as in earlier runs",
+        )
     cost = _cost(forecast, price_per_hour)
     if cost is not None:
         yield "cost", f"{cost:,.2f} at {price_per_hour:g} an hour, for the engine's time"

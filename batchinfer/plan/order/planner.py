@@ -26,7 +26,7 @@ from batchinfer.plan.order.plan import PLAN_SCHEMA, Plan
 from batchinfer.plan.order.prefixes import write_prefixes
 from batchinfer.plan.order.requests import Prompts
 from batchinfer.plan.order.run_order import depth_first, efforts, kept_together
-from batchinfer.plan.order.sharing import NO_SHARING, Sharing, SortedRows, sharing
+from batchinfer.plan.order.sharing import NO_SHARING, Sharing, SortedRows, measure_sharing
 from batchinfer.plan.order.sorted_prompts import sorted_prompts
 from batchinfer.plan.order.work_roots import work_roots
 from batchinfer.store.index.reused_rows import NO_REUSED_ROWS, ReusedRows
@@ -187,7 +187,7 @@ def _place(database: Any, forest: PrefixForest, rows: Ints, more: bool, shares: 
     database.unregister("placed")
     if not shares:
         return NO_SHARING
-    return sharing(
+    return measure_sharing(
         forest, SortedRows(runs, numbers["token_offset"][rows], numbers["token_count"][rows]), more
     )
 

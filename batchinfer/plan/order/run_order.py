@@ -50,14 +50,16 @@ def depth_first(forest: PrefixForest, effort: NDArray[np.int64]) -> Ints:
         forest: The prefix tree.
         effort: Effort of each prompt, from `efforts`.
     """
-    order = np.lexsort((forest.firsts, -np.concatenate([effort, forest.largest(effort)]), forest.around))
+    order = np.lexsort(
+        (forest.first_prompts, -np.concatenate([effort, forest.largest(effort)]), forest.parents)
+    )
     return places_in(forest, order)[: len(effort)]
 
 
 def places_in(forest: PrefixForest, order: NDArray[np.integer]) -> Ints:
     """Return the position at which a depth-first walk of the prefix tree reaches each prompt and each node.
 
-    Prompts and nodes are numbered together, as in `PrefixForest.around`: first all prompts, then all nodes.
+    Prompts and nodes are numbered together, as in `PrefixForest.parents`: first all prompts, then all nodes.
 
     Args:
         forest: The prefix tree.
@@ -67,10 +69,10 @@ def places_in(forest: PrefixForest, order: NDArray[np.integer]) -> Ints:
     Returns:
         The position of each prompt, then for each node the position of its first prompt.
     """
-    around, prompts = forest.around[order], len(forest.node_of)
+    parents, prompts = forest.parents[order], len(forest.node_of)
     sizes = np.concatenate([np.ones(prompts, np.int32), forest.users])[order]
     before = np.cumsum(sizes) - sizes
-    begins = np.flatnonzero(np.diff(around, prepend=ROOT - 1))
+    begins = np.flatnonzero(np.diff(parents, prepend=ROOT - 1))
     inside = np.empty(len(order), np.int32)  # positions within the parent node
     inside[order] = before - np.repeat(before[begins], np.diff(begins, append=len(order)))
     starts = forest.from_root(inside[prompts:])

@@ -59,7 +59,7 @@ class SortedRows:
         return self.offsets > np.quantile(self.offsets[self.runs], part)
 
 
-def sharing(forest: PrefixForest, rows: SortedRows, more: bool) -> Sharing:
+def measure_sharing(forest: PrefixForest, rows: SortedRows, more: bool) -> Sharing:
     """Count the prompt tokens that requests share.
 
     Args:

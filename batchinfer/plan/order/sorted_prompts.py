@@ -156,12 +156,12 @@ class _WorkPrompts:
         # For each prompt and each node, the tokens after the prefix of its parent. Prompts come before nodes,
         # both in the order of the token store, so that reads are sequential.
         depths = np.append(blocks.depth, np.int32(0))  # ROOT (-1) selects the appended 0
-        around, firsts = blocks.around, blocks.firsts
+        parents, firsts = blocks.parents, blocks.first_prompts
         nodes = len(rows) + np.argsort(rows[blocks.first])
         items = np.concatenate([np.argsort(rows), nodes]).astype(np.int32)
         for start in range(0, len(items), _ROWS):
             some = items[start : start + _ROWS]
-            node, row = around[some], rows[firsts[some]]
+            node, row = parents[some], rows[firsts[some]]
             left = self.counts[row] - 1 - depths[node]
             tails = to_columns(read_tails(self.prompts, self.offsets[row] + depths[node], left))
             yield pa.record_batch([node, self.roots[row], some, *tails], [*_TAIL_COLUMNS])
@@ -210,7 +210,7 @@ def _rows_of_chains(work: _WorkPrompts) -> int:
 
 def _by_tails(database: Any, work: _WorkPrompts, blocks: PrefixForest, rows: Ints) -> tuple[Ints, Ints]:
     # Sorts the children of each node by their tokens after the node's prefix. Returns the children, numbered as
-    # in `PrefixForest.around`, and how many of these tokens each has in common with the previous one.
+    # in `PrefixForest.parents`, and how many of these tokens each has in common with the previous one.
     tail = ", ".join(TAIL_COLUMNS)
     kinds = ", ".join(f"{name} UBIGINT" for name in TAIL_COLUMNS)
     database.execute(f"CREATE TEMP TABLE tails(node INTEGER, root UBIGINT, item INTEGER, {kinds})")
@@ -234,8 +234,8 @@ def _by_tails(database: Any, work: _WorkPrompts, blocks: PrefixForest, rows: Int
 def _refined(blocks: PrefixForest, items: Ints, common: Ints) -> tuple[Ints, Ints]:
     # Returns how many tokens each prompt shares with the previous one in token order, and its new position
     places = places_in(blocks, items)
-    around, depths = blocks.around[items], np.append(blocks.depth, np.int32(0))
-    behind = np.flatnonzero(np.diff(around) == 0) + 1  # items that are not the first of their node
+    parents, depths = blocks.parents[items], np.append(blocks.depth, np.int32(0))
+    behind = np.flatnonzero(np.diff(parents) == 0) + 1  # items that are not the first of their node
     shared = np.zeros(len(blocks.node_of), np.int32)
-    shared[places[items[behind]]] = depths[around[behind]] + common[behind]
+    shared[places[items[behind]]] = depths[parents[behind]] + common[behind]
     return shared, places[: len(shared)]

@@ -6,7 +6,7 @@ from batchinfer.core.reasoning import Reasoning
 from batchinfer.core.sampling import INT32_MAX, SamplingParams
 from batchinfer.core.scoring import Scoring
 from batchinfer.core.tool_calls import CallStyle
-from batchinfer.input.constraints.answer_bound import Unbounded, most_tokens
+from batchinfer.input.constraints.answer_bound import UnboundedAnswer, most_tokens
 from batchinfer.input.constraints.constraint_check import constraint_problem
 from batchinfer.input.constraints.generated_schema import parsed_schema
 from batchinfer.input.prompts.fits import with_reasoning
@@ -243,7 +243,7 @@ def most_answer_tokens(job: Job, reasoning: Reasoning | None) -> int | None:
         return None
     try:
         return most_with_reasoning(most_tokens(params), params, reasoning)
-    except Unbounded as error:
+    except UnboundedAnswer as error:
         raise job.mistake("sampling.max_tokens", f"is fit, and answers have no bound: {error}") from None
 
 

@@ -15,7 +15,7 @@ from batchinfer.core.hub import ADAPTER_WEIGHTS
 from batchinfer.filesystem.json_files import read_strings, write_strings
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.input.prompts.mode import check_chat_template, check_templates, given_template
-from batchinfer.input.reader import SampleSize, Strata
+from batchinfer.input.reader import SampleSize, SpreadSample
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.machine.facts import MachineFacts
@@ -121,7 +121,7 @@ class Setup:
         now: datetime | None = None,
         workers: int | None = None,
         sample: SampleSize | None = None,
-        strata: Strata | None = None,
+        strata: SpreadSample | None = None,
     ) -> IngestOptions:
         """Return options for reading, rendering and tokenising the job's input.
 

@@ -111,7 +111,7 @@ class Captures:
     tokens: int
 
 
-class Launching:
+class LaunchPredictor:
     """Predicts how an engine launches each step: as one CUDA graph, piecewise, or eagerly.
 
     Piecewise means one CUDA graph for each part between two layers' attention. Decode steps with long contexts or

@@ -17,7 +17,7 @@ from batchinfer.engine.kv.cache_layout import CacheLayout
 from batchinfer.engine.runner.runner import StepLaunch
 from batchinfer.engine.schedule.step_plan import COUNTS, Ints, PlanWants, StepPlan, TokenScores
 from batchinfer.engine.schedule.step_shape import decode_shape, step_shape
-from batchinfer.plan.simulation.clock import Clock, Launching, TimedLaunch
+from batchinfer.plan.simulation.clock import Clock, LaunchPredictor, TimedLaunch
 from batchinfer.plan.simulation.stages import SimulatedStage, StageWork
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, StepShape
@@ -27,7 +27,7 @@ END, WORD = 0, 1  # the only tokens; END ends an answer
 
 @dataclass(frozen=True, slots=True)
 class CountedStep:
-    """One or several simulated steps that were launched together. It has the interface of `Launched`.
+    """One or several simulated steps that were launched together. It has the interface of `LaunchedStep`.
 
     Attributes:
         answers: For each row that samples a token: its work key, and the number of its answer tokens before this step.
@@ -108,7 +108,7 @@ class CountingRunner:
     outputs: Mapping[bytes, int]
     looks_ahead: bool
     taken_bytes: Callable[[], int]
-    launching: Launching | None = None
+    launching: LaunchPredictor | None = None
     adapters: Mapping[bytes, str] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
     stages: tuple[SimulatedStage, ...] = ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from batchinfer.core.request import Request
 from batchinfer.plan.order.backlog import tokens_of
 from batchinfer.plan.simulation.answer_lengths import AnswerLengths
-from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, simulate
+from batchinfer.plan.simulation.simulator import SimulatedEngine, SimulatedTotals, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class SimulatedPart:
     """
 
     size: int
-    run: Simulated
+    run: SimulatedTotals
 
 
 def simulate_part(
@@ -44,7 +44,7 @@ def simulate_whole(
     half: Sequence[Request],
     lengths: AnswerLengths,
     whole: int,
-) -> Simulated:
+) -> SimulatedTotals:
     """Simulate a part of a job and half of that part, and extrapolate to the run of the whole job.
 
     Args:
@@ -56,11 +56,11 @@ def simulate_whole(
     """
     larger = simulate_part(machine, requests, lengths)
     one = len(half) == len(requests)  # a single request cannot be halved
-    smaller = SimulatedPart(0, Simulated()) if one else simulate_part(machine, half, lengths)
+    smaller = SimulatedPart(0, SimulatedTotals()) if one else simulate_part(machine, half, lengths)
     return extrapolate(smaller, larger, whole)
 
 
-def extrapolate(smaller: SimulatedPart, larger: SimulatedPart, whole: int) -> Simulated:
+def extrapolate(smaller: SimulatedPart, larger: SimulatedPart, whole: int) -> SimulatedTotals:
     """Extrapolate the run of a whole job from simulated runs of two parts, by a straight line through both.
 
     A single part is not enough, because a run is not proportional to its size: the batch fills at the start and drains
@@ -80,8 +80,8 @@ def extrapolate(smaller: SimulatedPart, larger: SimulatedPart, whole: int) -> Si
         )
     times = (whole - larger.size) / (larger.size - smaller.size)
     found = {}
-    for name in (field.name for field in fields(Simulated)):
+    for name in (field.name for field in fields(SimulatedTotals)):
         few, many = getattr(smaller.run, name), getattr(larger.run, name)
         value = max(many + (many - few) * times, many)
         found[name] = round(value) if isinstance(many, int) else value
-    return Simulated(**found)
+    return SimulatedTotals(**found)

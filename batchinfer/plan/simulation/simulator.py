@@ -17,7 +17,7 @@ from batchinfer.engine.loop.engine import Engine, EngineLimits, StepOutput
 from batchinfer.engine.loop.multi_step import MultiStepDecoding
 from batchinfer.engine.schedule.scheduler import Scheduler, SchedulerConfig
 from batchinfer.engine.schedule.step_plan import COUNTS
-from batchinfer.plan.simulation.clock import Captures, Clock, Launching
+from batchinfer.plan.simulation.clock import Captures, Clock, LaunchPredictor
 from batchinfer.plan.simulation.counting_runner import END, CountingRunner
 from batchinfer.plan.simulation.stages import SimulatedStage, StageSchedule
 from batchinfer.plan.simulation.step_time import StepTime
@@ -66,7 +66,7 @@ class SimulatedEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class SimulatedTotals:
     """The totals of a simulated run. Tokens are counted as in the columns of the run table.
 
     Attributes:
@@ -137,7 +137,7 @@ class Simulated:
         found = {name: getattr(self, name) for name in _LAUNCHED}
         return found if any(found.values()) else None
 
-    def counted(self, replicas: float) -> Simulated:
+    def counted(self, replicas: float) -> SimulatedTotals:
         """Return the totals of several replicas that each run as this one does, in parallel.
 
         Counts are multiplied by the number of replicas; times are unchanged.
@@ -149,7 +149,7 @@ class Simulated:
         counts = {name: round(getattr(self, name) * replicas) for name in names}
         return replace(self, **counts)
 
-    def plus(self, sample: StepSample, seconds: float) -> Simulated:
+    def plus(self, sample: StepSample, seconds: float) -> SimulatedTotals:
         """Return the totals of this run with one more step.
 
         Args:
@@ -187,7 +187,7 @@ _LAUNCHED = tuple(f"{mode}_{unit}" for unit in ("steps", "tokens") for mode in L
 
 def simulate(
     machine: SimulatedEngine, requests: Iterable[Request], outputs: Mapping[bytes, int]
-) -> Simulated:
+) -> SimulatedTotals:
     """Simulate a run of some requests, and return its totals.
 
     Args:
@@ -195,7 +195,7 @@ def simulate(
         requests: The requests, in order of execution.
         outputs: Forecast number of answer tokens, by work key.
     """
-    found, clock = Simulated(), machine_clock(machine)
+    found, clock = SimulatedTotals(), machine_clock(machine)
     for output in simulated_steps(machine, requests, outputs, clock):
         for sample in output.samples:
             found = found.plus(sample, sample.started_s + sample.duration_s)
@@ -277,7 +277,7 @@ def counting_engine(
         outputs=outputs,
         looks_ahead=machine.looks_ahead,
         taken_bytes=lambda: block * sum(pool.used + pool.cached for pool in pools),
-        launching=None if machine.captures is None else Launching(machine.captures),
+        launching=None if machine.captures is None else LaunchPredictor(machine.captures),
         adapters=adapters,
         clock=clock,
         stages=machine.stages,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchinfer.core.wording import count, counted, percent, seconds, short, shown, size
+from batchinfer.core.wording import count, counted, percent, seconds, short_number, shown, size
 from batchinfer.machine.hardware import coded_text
 from batchinfer.report.answer_text import perplexity
 from batchinfer.report.page.page_table import Amount, PageTable, TableColumn
@@ -83,14 +83,14 @@ def tiles(row: RunRow) -> Iterator[Tile]:
     yield from _answers(row)
     yield Tile("time", seconds(row["wall_s"]), f"{seconds(engine)} in the engine" if engine else "")
     if row["total_tokens_per_s"] is not None:
-        output = f"{short(row['output_tokens_per_s'])} of them output" if row["output_tokens"] else ""
-        yield Tile("tokens a second", short(row["total_tokens_per_s"]), output)
+        output = f"{short_number(row['output_tokens_per_s'])} of them output" if row["output_tokens"] else ""
+        yield Tile("tokens a second", short_number(row["total_tokens_per_s"]), output)
     if row["steps"]:
         shares = f"MFU {percent(row['mfu'])}, MBU {percent(row['mbu'])}"
         yield Tile("of the roofline", percent(row["roofline_efficiency"]), shares)
     if row["steps"] and (saved := _saved(row)) is not None:
         share = _share(saved, saved + row["prompt_tokens_run"])
-        yield Tile("prompt tokens saved", percent(share), f"{short(saved)} by prefixes and duplicates")
+        yield Tile("prompt tokens saved", percent(share), f"{short_number(saved)} by prefixes and duplicates")
     if row["worker_peak_rss_bytes"] is not None:
         parent = row["parent_peak_rss_bytes"]
         more = f"of the engine; {size(parent)} of the parent" if parent else ""
@@ -105,8 +105,10 @@ def _answers(row: RunRow) -> Iterator[Tile]:
             "mean probability", percent(row["mean_label_probability"]), f"of {labels}" if labels else ""
         )
     if row["mean_logprob"] is not None:
-        tokens = f"mean log-probability {row['mean_logprob']:.3f} of {short(row['scored_tokens'])} tokens"
-        yield Tile("perplexity", short(perplexity(row["mean_logprob"])), tokens)
+        tokens = (
+            f"mean log-probability {row['mean_logprob']:.3f} of {short_number(row['scored_tokens'])} tokens"
+        )
+        yield Tile("perplexity", short_number(perplexity(row["mean_logprob"])), tokens)
     if row["score_p50"] is not None:
         spread = f"p10 {row['score_p10']:.3g}, p90 {row['score_p90']:.3g}"
         yield Tile("median score", f"{row['score_p50']:.3g}", spread)

@@ -43,7 +43,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Confused:
+class ConfusionCell:
     """The number of rows with one expected label and one kind of answer: a cell of a confusion table.
 
     Attributes:
@@ -82,7 +82,7 @@ class Accuracy:
     first_unreadable: int | None = None
     overall: Tally = field(default_factory=Tally)
     fields: dict[str, Tally] = field(default_factory=dict)
-    confusion: tuple[Confused, ...] = ()
+    confusion: tuple[ConfusionCell, ...] = ()
     calibration: Reliability | None = None
 
     @property
@@ -128,7 +128,7 @@ class _Confusion:
             if labels is not None and expected is not None:
                 self._rows[one.name, expected, *_outcome(labels, one, row.failed)] += 1
 
-    def found(self) -> Iterator[Confused]:
+    def found(self) -> Iterator[ConfusionCell]:
         """Yield the cells of the confusion table by field, the most frequent expected labels first."""
         of_label: Counter[tuple[Field, str]] = Counter()
         for (name, expected, *_), rows in self._rows.items():
@@ -140,7 +140,7 @@ class _Confusion:
             return fields.index(name), -of_label[name, expected], expected, -rows, answer or ""
 
         for key, rows in sorted(self._rows.items(), key=place):
-            yield Confused(*key, rows)
+            yield ConfusionCell(*key, rows)
 
 
 def _outcome(labels: Labels, one: GradedField, failed: bool) -> tuple[Outcome, str | None]:

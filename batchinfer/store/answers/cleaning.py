@@ -42,7 +42,7 @@ from batchinfer.store.answers.parts import (
     schema_of,
 )
 from batchinfer.store.answers.store_lock import StoreLock
-from batchinfer.store.answers.uses import Mask, User, Uses, read_uses, use_files, write_uses
+from batchinfer.store.answers.uses import Mask, Uses, UsingResult, read_uses, use_files, write_uses
 
 _PART_ROWS = 50_000  # maximum rows of a new part
 _LARGE_GROUP_ROWS = 256  # rows per row group if rows have outputs such as vectors, up to a megabyte each
@@ -75,7 +75,7 @@ THOROUGH = Policy(dropped_share=0.0, small_rows=10_000, merged=2, use_files=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RetentionRule:
     """The rule for how long the store keeps completions that results no longer use.
 
     Attributes:
@@ -89,7 +89,7 @@ class Keep:
     job: str | None = None
     now: float = field(default_factory=time.time)
 
-    def cutoff(self, user: User | None) -> float:
+    def cutoff(self, user: UsingResult | None) -> float:
         """Return a Unix time: the store keeps the completions that were used after this time.
 
         It is 0 if completions are kept forever.
@@ -103,7 +103,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Cleaned:
+class CleaningResult:
     """The effect of cleaning a completion store, or the estimate of a dry run.
 
     Attributes:
@@ -144,13 +144,13 @@ class _Rewrite:
 
 def clean_store(
     store: Path,
-    keep: Keep,
+    keep: RetentionRule,
     policy: Policy = THOROUGH,
     *,
     dry_run: bool = False,
     should_continue: Callable[[], bool] = lambda: True,
     ops: FileOps | None = None,
-) -> Cleaned:
+) -> CleaningResult:
     """Remove completions from the store that `keep` does not protect, and merge small parts.
 
     Args:
@@ -166,7 +166,7 @@ def clean_store(
         StorageError: A file cannot be read or written.
     """
     if not store.is_dir():
-        return Cleaned(0, 0, 0, 0, 0)
+        return CleaningResult(0, 0, 0, 0, 0)
     if dry_run:
         records, _ = read_records(store)
         return _estimate(records, _plan(records, read_uses(store).renew(), keep, policy))
@@ -180,8 +180,8 @@ def clean_store(
 
 
 def _clean(
-    store: Path, keep: Keep, policy: Policy, should_continue: Callable[[], bool], ops: FileOps
-) -> Cleaned:
+    store: Path, keep: RetentionRule, policy: Policy, should_continue: Callable[[], bool], ops: FileOps
+) -> CleaningResult:
     records, _ = read_records(store)
     sweep(store, records, ops)
     left = dict(records)
@@ -199,13 +199,13 @@ def _clean(
     return _difference(records, left)
 
 
-def _difference(before: Mapping[Path, CommitRecord], after: Mapping[Path, CommitRecord]) -> Cleaned:
+def _difference(before: Mapping[Path, CommitRecord], after: Mapping[Path, CommitRecord]) -> CleaningResult:
     rows = sum(record.rows for record in before.values()), sum(record.rows for record in after.values())
     size = sum(record.bytes for record in before.values()), sum(record.bytes for record in after.values())
-    return Cleaned(rows[1], rows[0] - rows[1], len(before), len(after), size[0] - size[1])
+    return CleaningResult(rows[1], rows[0] - rows[1], len(before), len(after), size[0] - size[1])
 
 
-def _estimate(records: Mapping[Path, CommitRecord], todo: Sequence[_Rewrite]) -> Cleaned:
+def _estimate(records: Mapping[Path, CommitRecord], todo: Sequence[_Rewrite]) -> CleaningResult:
     # The sizes of new parts are estimated from the parts that they replace
     left = dict(records)
     for rewrite in todo:
@@ -217,7 +217,7 @@ def _estimate(records: Mapping[Path, CommitRecord], todo: Sequence[_Rewrite]) ->
     return _difference(records, left)
 
 
-def _may_gain(store: Path, records: Mapping[Path, CommitRecord], keep: Keep, policy: Policy) -> bool:
+def _may_gain(store: Path, records: Mapping[Path, CommitRecord], keep: RetentionRule, policy: Policy) -> bool:
     # Reads no uses, so it is cheap
     old = any(_since(part, record) <= keep.cutoff(None) for part, record in records.items())
     small = sum(record.rows < policy.small_rows for record in records.values())
@@ -229,7 +229,9 @@ def _since(part: Path, record: CommitRecord) -> float:
         return part.stat().st_mtime if record.since is None else record.since
 
 
-def _plan(records: Mapping[Path, CommitRecord], uses: Uses, keep: Keep, policy: Policy) -> list[_Rewrite]:
+def _plan(
+    records: Mapping[Path, CommitRecord], uses: Uses, keep: RetentionRule, policy: Policy
+) -> list[_Rewrite]:
     # Only adjacent parts are merged, so the order of completions with the same key does not change
     unknown = max(uses.unreadable.values(), default=0.0) > keep.cutoff(None)
     todo: list[_Rewrite] = []
@@ -276,7 +278,7 @@ def _merge_uses(
     uses: Uses,
     records: Mapping[Path, CommitRecord],
     todo: Sequence[_Rewrite],
-    keep: Keep,
+    keep: RetentionRule,
     ops: FileOps,
 ) -> None:
     # Uses of other parts are dropped. Unreadable files are removed once they are older than the limit for

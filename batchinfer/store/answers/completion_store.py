@@ -80,7 +80,7 @@ class CommitRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Discarded:
+class DamagedPart:
     """A damaged part of the store, with the kind of damage. Its rows are computed again."""
 
     path: Path
@@ -123,7 +123,7 @@ class CompletionStore:
             StorageError: The store cannot be read or locked.
         """
         self.path = path
-        self.discarded: tuple[Discarded, ...] = ()
+        self.discarded: tuple[DamagedPart, ...] = ()
         self._numerics, self._limit, self._seconds = numerics, rows, seconds
         self._ops, self._clock = ops or FileOps(), clock
         self._pending: list[Completion] = []
@@ -272,7 +272,7 @@ def read_records(
     verify: bool = False,
     digests: bool = False,
     known: Mapping[Path, CommitRecord] = _NO_RECORDS,
-) -> tuple[dict[Path, CommitRecord], tuple[Discarded, ...]]:
+) -> tuple[dict[Path, CommitRecord], tuple[DamagedPart, ...]]:
     """Return the usable parts of a store with their commit records, and the unusable parts with reasons.
 
     It changes nothing and needs no lock. The size of each part is always compared with its record.
@@ -287,7 +287,7 @@ def read_records(
         StorageError: A record has a newer format, or the disk fails.
     """
     usable: dict[Path, CommitRecord] = {}
-    discarded: list[Discarded] = []
+    discarded: list[DamagedPart] = []
     for name in sorted(_record_names(path)):
         part = (path / name).with_suffix(".parquet")
         record = known.get(part) or _read_record(path / name)
@@ -295,7 +295,7 @@ def read_records(
         if record is not None and reason is None:
             usable[part] = record
         else:
-            discarded.append(Discarded(part, reason or "unreadable record"))
+            discarded.append(DamagedPart(part, reason or "unreadable record"))
     for lost in _find_differing(path, usable, fresh=verify) if verify or digests else ():
         del usable[lost.path]
         discarded.append(lost)
@@ -332,11 +332,11 @@ def _read_record(path: Path) -> CommitRecord | None:
 
 def _find_differing(
     path: Path, records: Mapping[Path, CommitRecord], *, fresh: bool = False
-) -> list[Discarded]:
+) -> list[DamagedPart]:
     # With `fresh`, cached digests are ignored, and all parts are read
     with file_digests(path, fresh=fresh) as found:
         return [
-            Discarded(part, "its sha256 is not the recorded one")
+            DamagedPart(part, "its sha256 is not the recorded one")
             for part, record in sorted(records.items())
             if found.of(part) != record.sha256
         ]

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class User:
+class UsingResult:
     """A published result that uses stored completions.
 
     Attributes:
@@ -77,11 +77,11 @@ class Uses:
         unreadable: Files that cannot be read, with their modification time as Unix time.
     """
 
-    times: Mapping[str, Mapping[User, Times]]
+    times: Mapping[str, Mapping[UsingResult, Times]]
     files: tuple[Path, ...] = ()
     unreadable: Mapping[Path, float] = field(default_factory=dict)
 
-    def used_since(self, part: str, rows: int, oldest: Callable[[User], float]) -> Mask:
+    def used_since(self, part: str, rows: int, oldest: Callable[[UsingResult], float]) -> Mask:
         """Return a mask of the rows of a part that at least one result has used recently.
 
         Args:
@@ -150,7 +150,7 @@ def _time_of(marker: str) -> int:
 
 
 def record_use(
-    user: User, used: Iterable[tuple[str, NDArray[np.int64]]], rows: Mapping[str, int], now: float
+    user: UsingResult, used: Iterable[tuple[str, NDArray[np.int64]]], rows: Mapping[str, int], now: float
 ) -> Uses:
     """Return the uses that a result adds by using rows of the store at the time `now`.
 
@@ -160,7 +160,7 @@ def record_use(
         rows: The number of rows of each part, by part name.
         now: Unix time.
     """
-    times: dict[str, Mapping[User, Times]] = {}
+    times: dict[str, Mapping[UsingResult, Times]] = {}
     for part, numbers in used:
         mine = times.setdefault(part, {user: np.zeros(rows[part], np.uint32)})
         mine[user][numbers] = int(now)
@@ -222,7 +222,7 @@ def read_uses(store: Path) -> Uses:
     A damaged file is logged and listed as unreadable. Results of a job whose marker files were removed are
     combined into one with the marker "".
     """
-    times: dict[str, dict[User, Times]] = {}
+    times: dict[str, dict[UsingResult, Times]] = {}
     files, unreadable = [], {}
     for path in use_files(store):
         try:
@@ -260,12 +260,12 @@ def stored_keep(store: Path, job: str) -> int | None:
     return max(newest, key=lambda keep: newest[keep]) if newest else CacheSection().keep
 
 
-def _entries(path: Path) -> Iterator[tuple[str, User, Times]]:
+def _entries(path: Path) -> Iterator[tuple[str, UsingResult, Times]]:
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
         if not file.schema_arrow.equals(_SCHEMA):
             raise ValueError("its columns differ from the columns of this version")
         for batch in file.iter_batches(batch_size=_PARTS_AT_ONCE):
             names = batch.select(["part", "job", "marker", "keep"]).to_pylist()
             for name, times in zip(names, batch.column("used_at"), strict=True):
-                user = User(name["job"], name["marker"], name["keep"])
+                user = UsingResult(name["job"], name["marker"], name["keep"])
                 yield name["part"], user, times.values.to_numpy()

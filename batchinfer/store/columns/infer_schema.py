@@ -25,7 +25,7 @@ MOST_BAD = Fraction(1, 100)  # maximum share of bad rows, the default of a job
 
 
 @dataclass(frozen=True, slots=True)
-class Inferred:
+class SchemaInference:
     """A JSON schema that was inferred from examples in a table, and counts of the rows that were read.
 
     Attributes:
@@ -57,7 +57,7 @@ class Inferred:
         return "\n".join([*lines, *self.notes])
 
 
-def infer_schema(path: str, column: str | None, rows: int) -> Inferred:
+def infer_schema(path: str, column: str | None, rows: int) -> SchemaInference:
     """Infer a JSON schema from the examples in the first `rows` rows of a table.
 
     Args:
@@ -83,7 +83,7 @@ def infer_schema(path: str, column: str | None, rows: int) -> Inferred:
             break
         examples.add(place, row)
     examples.check(path)
-    return Inferred(
+    return SchemaInference(
         examples.found.schema,
         examples.rows,
         examples.count,

@@ -36,7 +36,7 @@ from batchinfer.store.index.content_free_row import check_rendered, content_free
 from batchinfer.store.index.duplicates import EqualRows
 from batchinfer.store.index.index import BestOf, Index, Layout, PendingSegments, index_schema
 from batchinfer.store.index.ingest_options import IngestOptions
-from batchinfer.store.index.keeping import Keeping, KeptIndex, RowsToKeep, kept_index
+from batchinfer.store.index.keeping import KeptIndex, KeptIndexReuse, RowsToKeep, kept_index
 from batchinfer.store.index.passthrough import JsonSpool, TypedColumns
 from batchinfer.store.index.render_spec import render_spec
 from batchinfer.store.index.requested import PARTS, AnswerSchema
@@ -75,7 +75,7 @@ def ingest(
     progress: Callable[[IngestProgress], None] | None = None,
     ops: FileOps | None = None,
     on_activity: ActivityCallback | None = None,
-    keeping: Keeping | None = None,
+    keeping: KeptIndexReuse | None = None,
 ) -> Index:
     """Read the job's input into an index, and return it. A complete index from an earlier run is reused.
 
@@ -114,7 +114,7 @@ def index_or_ingestion(
     scratch: Path,
     ops: FileOps | None = None,
     on_activity: ActivityCallback | None = None,
-    keeping: Keeping | None = None,
+    keeping: KeptIndexReuse | None = None,
 ) -> Index | Ingestion:
     """Return the complete index of the job's input, or an Ingestion that builds it in steps.
 
@@ -170,7 +170,7 @@ def _settings(job: Job, options: IngestOptions, tokenizer: Tokenizer) -> dict[st
         "context": options.context.hex(),
         "limits": [options.max_model_len, options.vocab_size],
         "tokenizer": tokenizer.fingerprint,
-        "now": options.now.date().isoformat() if tokenizer.tells_the_day else None,
+        "now": options.now.date().isoformat() if tokenizer.may_write_date else None,
     }
     parts = {name: getattr(options.asked, name) for name in PARTS}
     value |= {name: part.to_json() for name, part in parts.items() if part is not None}
@@ -196,7 +196,7 @@ class Ingestion:
         folder: Path,
         ops: FileOps,
         on_activity: ActivityCallback | None,
-        keeping: Keeping | None,
+        keeping: KeptIndexReuse | None,
     ) -> None:
         self.job, self._on_activity = job, on_activity
         self._keeping = keeping

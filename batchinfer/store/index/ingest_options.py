@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from batchinfer.core.tool_calls import CallStyle
 from batchinfer.input.chunk import DEFAULT_SIZE, ChunkSize
 from batchinfer.input.prompts.parameters.vector_requests import VectorRequests
-from batchinfer.input.reader import Reader, SampleSize, Strata
+from batchinfer.input.reader import Reader, SampleSize, SpreadSample
 from batchinfer.store.index.requested import RequestedOutputs
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class IngestOptions:
     workers: int | None = None
     row_timeout_s: float = 10.0
     sample: SampleSize | None = None
-    strata: Strata | None = None
+    strata: SpreadSample | None = None
     output: str = "tokens"
     asked: AskedAnswers = AskedAnswers()
     adapters: Mapping[str, str] = field(default_factory=dict)

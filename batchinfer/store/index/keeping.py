@@ -25,7 +25,7 @@ from batchinfer.filesystem.digests import SETTLED_S
 from batchinfer.filesystem.durable import FileOps
 from batchinfer.input.chunk import InputChunk
 from batchinfer.input.input_file import InputFile
-from batchinfer.input.prompts.prepared.rows import Prepared, PreparedRows
+from batchinfer.input.prompts.prepared.rows import PreparedPrompts, PreparedRows
 from batchinfer.input.prompts.render_pool import ReadyChunk
 from batchinfer.input.prompts.render_reply import BadReply, parse_reply, serialize_reply
 from batchinfer.input.prompts.render_worker import RenderSpec
@@ -56,7 +56,7 @@ def _no_finished(_: str, __: Sequence[str]) -> Sequence[FinishedSegment]:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class KeptIndexReuse:
     """The kept index of a job (prepared rows of its last run), and how a run uses it.
 
     Attributes:
@@ -70,7 +70,7 @@ class Keeping:
     """
 
     kept: Path
-    answered: Callable[[Prepared], bool]
+    answered: Callable[[PreparedPrompts], bool]
     notice: Callable[[str], None]
     fresh: bool = False
     finished: Callable[[str, Sequence[str]], Sequence[FinishedSegment]] = _no_finished
@@ -119,7 +119,7 @@ class RowsToKeep:
 
 
 @contextmanager
-def kept_index(keeping: Keeping, asked: RowsToKeep, ops: FileOps) -> Iterator[KeptIndex]:
+def kept_index(keeping: KeptIndexReuse, asked: RowsToKeep, ops: FileOps) -> Iterator[KeptIndex]:
     """Open the kept index of the last run, if it has the same settings, and begin to write a new one.
 
     If the last one cannot be read, a notice is given and all rows are prepared again.
@@ -153,7 +153,11 @@ def kept_index(keeping: Keeping, asked: RowsToKeep, ops: FileOps) -> Iterator[Ke
 
 
 def _reuse_leading(
-    keeping: Keeping, asked: RowsToKeep, marker: KeptMarker, files: Sequence[Mapping[str, int]], ops: FileOps
+    keeping: KeptIndexReuse,
+    asked: RowsToKeep,
+    marker: KeptMarker,
+    files: Sequence[Mapping[str, int]],
+    ops: FileOps,
 ) -> ReusedRows:
     if keeping.fresh or asked.taking is None:
         return NO_REUSED_ROWS
@@ -169,7 +173,7 @@ def _reuse_leading(
 class _Last:
     def __init__(
         self,
-        keeping: Keeping,
+        keeping: KeptIndexReuse,
         spec: RenderSpec,
         segments: Sequence[tuple[KeptSegment, Mapping[str, int]]],
     ) -> None:
@@ -408,7 +412,7 @@ class KeptIndex:
         return self._began - max(file.mtime_ns, file.ctime_ns) / 1e9 >= SETTLED_S
 
 
-def _can_be_replayed(prompts: Prepared, params: Sequence[SamplingParams]) -> bool:
+def _can_be_replayed(prompts: PreparedPrompts, params: Sequence[SamplingParams]) -> bool:
     # Sampled rows need their tokens to number equal rows, and rows with several answers need them, too
     used = np.unique(prompts.params_of[prompts.counts > 0]).tolist()
     greedy = all(params[number].greedy for number in used)

@@ -19,7 +19,7 @@ from batchinfer.filesystem.part_writer import PartWriter
 from batchinfer.filesystem.rebatch import repeat_values
 from batchinfer.input.prompts.arguments.unread import UnreadArguments
 from batchinfer.input.prompts.keys import KEY_BYTES
-from batchinfer.input.prompts.prepared.rows import FurtherPrompts, OwnTexts, Prepared, PreparedRows
+from batchinfer.input.prompts.prepared.rows import FurtherPrompts, OwnTexts, PreparedPrompts, PreparedRows
 from batchinfer.input.prompts.row_facts import RowFacts
 from batchinfer.store.index.even_batches import BATCH_ROWS, MOST_ROWS, EvenBatches
 from batchinfer.store.index.index import (
@@ -158,13 +158,13 @@ class IndexWriter:
             columns[SAMPLE.name] = _sample_numbers(own)
             yield pa.record_batch([columns[n] for n in self._schema.names], self._schema)
 
-    def _at_once(self, done: Prepared) -> int:
+    def _at_once(self, done: PreparedPrompts) -> int:
         # Fewer rows if texts are long, since each row repeats its text
         longest = max((len(text) for text in (*done.params, *done.own_texts.texts)), default=0)
         most = min(MOST_ROWS, max(BATCH_ROWS, _TEXT_BYTES // max(1, longest)))
         return max(1, most // self._attempts)
 
-    def _count(self, done: Prepared, times: Int64s) -> None:
+    def _count(self, done: PreparedPrompts, times: Int64s) -> None:
         self.rows += int(times.sum())
         self.input_rows += len(times)
         self.most_samples = max(self.most_samples, int(times.max(initial=1)))
@@ -270,7 +270,7 @@ def _dimensions(asked: NDArray[np.int32] | None, first: int, size: int) -> pa.Ar
 
 
 def _work_columns(
-    done: Prepared, params: Sequence[SamplingParams], starts: Int64s, rows: slice, longest: int
+    done: PreparedPrompts, params: Sequence[SamplingParams], starts: Int64s, rows: slice, longest: int
 ) -> dict[str, pa.Array]:
     counts, most = done.counts[rows], done.max_tokens[rows]
     dead = counts == 0  # a row without tokens is an error row
@@ -313,7 +313,7 @@ def _texts_column(own: OwnTexts, first: int, size: int) -> pa.Array:
     return pa.array(own.texts, TOOLS.type).take(pa.array(numbers - 1, mask=numbers == 0))
 
 
-def _rung_columns(done: Prepared, rows: slice, longest: int) -> dict[str, pa.Array]:
+def _rung_columns(done: PreparedPrompts, rows: slice, longest: int) -> dict[str, pa.Array]:
     columns = {}
     for attempt, rung in enumerate(done.rungs, 2):
         none = rung.params_of[rows] < 0

@@ -63,7 +63,7 @@ class Frame:
         """Return a result column with the given values, one per row, but null for rows without an answer."""
         return pc.if_else(self.answered, values, pa.scalar(None, values.type))
 
-    def around(self, **own: pa.Array) -> pa.Table:
+    def result_table(self, **own: pa.Array) -> pa.Table:
         """Return a result table with the columns `own` of answers.
 
         Columns that all results have, such as row_id and status, come before `own`; the columns of errors

@@ -56,7 +56,7 @@ class LabelsKind(ScoresKind):
         best = [int(one.argmax()) for one in found]
         label = pa.array([labels[at] for labels, at in zip(each, best, strict=True)], pa.string())
         probability = pa.array([one[at] for one, at in zip(found, best, strict=True)], pa.float64())
-        return frame.around(
+        return frame.result_table(
             label=label.take(where),
             probability=probability.take(where),
             probabilities=_maps(found, each, answered),

@@ -53,7 +53,7 @@ class PairScoresKind(VectorsKind):
         score = np.zeros(len(answered))
         score[answered] = apply_activation(logits.to_numpy(), requested.pairs.activation)
         prompt_tokens = frame.when_answered(rows.column("token_count"))
-        return frame.around(score=pa.array(score, mask=~answered), prompt_tokens=prompt_tokens)
+        return frame.result_table(score=pa.array(score, mask=~answered), prompt_tokens=prompt_tokens)
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
         """Return zeros, one per row of the result table: a row has no lists."""

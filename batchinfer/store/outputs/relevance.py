@@ -38,7 +38,7 @@ class RelevanceKind(LabelsKind):
         _, found = answered_probabilities(requested, rows, matched, answered)
         score = np.zeros(len(answered))
         score[answered] = [one[0] for one in found]
-        return frame.around(
+        return frame.result_table(
             score=pa.array(score, mask=~answered),
             prompt_tokens=frame.when_answered(context_counts(rows, matched)),
         )

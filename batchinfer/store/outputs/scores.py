@@ -100,7 +100,7 @@ class ScoresKind(OutputKind):
             **({_PER_TOKEN.name: logprobs} if per_token else {}),
             "prompt_tokens": context_counts(rows, matched),
         }
-        return frame.around(**{name: frame.when_answered(one) for name, one in columns.items()})
+        return frame.result_table(**{name: frame.when_answered(one) for name, one in columns.items()})
 
     def entries(self, table: pa.Table) -> NDArray[np.int64]:
         """Return the number of token log-probabilities in each row of a result table, with shape [rows]."""

@@ -123,7 +123,7 @@ class TokensKind(OutputKind):
         told = self._have_texts(frame)
         reader = AnswerReader(requested.reasoning, requested.tool_calls, detokenizer)
         texts = reader.texts(rows, matched, frame, told.to_numpy())
-        table = frame.around(
+        table = frame.result_table(
             generated_text=texts.generated,
             finish_reason=_where(told, frame.when_answered(matched.column("finish_reason"))),
             prompt_tokens=rows.column("token_count"),

@@ -51,7 +51,7 @@ class VectorsKind(OutputKind):
         """Return rows of a result with vectors. `OutputKind.table` documents the arguments."""
         frame = Frame(rows, matched)
         answered = frame.answered.to_numpy(zero_copy_only=False)
-        return frame.around(
+        return frame.result_table(
             embedding=embedding_column(requested, rows, matched, answered),
             prompt_tokens=rows.column("token_count"),
         )

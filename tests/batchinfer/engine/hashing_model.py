@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
-from batchinfer.engine.graphs.graph_capture import Capture, Captured
+from batchinfer.engine.graphs.graph_capture import Capture, CapturedFunction
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.tensors.device_tables import GraphTables
 from batchinfer.engine.tensors.graph_inputs import GraphSize
@@ -190,14 +190,14 @@ def hashing_runner(
     return kind(model, HashingOps(), cache, layout, sampler, SHAPE, device, **more)
 
 
-def captured_eagerly(run: Callable[[], Tensor]) -> Captured:
+def captured_eagerly(run: Callable[[], Tensor]) -> CapturedFunction:
     """Return a stand-in for a CUDA graph, which runs the function again at each replay."""
     result = run().clone()
 
     def replay() -> None:
         result.copy_(run())
 
-    return Captured(result, replay)
+    return CapturedFunction(result, replay)
 
 
 def with_graphs(

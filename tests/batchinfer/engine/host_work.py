@@ -30,7 +30,7 @@ from batchinfer.core.content_root import ContentRoots
 from batchinfer.core.request import Request
 from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
-from batchinfer.engine.graphs.graph_capture import Captured
+from batchinfer.engine.graphs.graph_capture import CapturedFunction
 from batchinfer.engine.kv.kv_cache import BlockPool
 from batchinfer.engine.loop.engine import Engine, EngineLimits
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -132,8 +132,8 @@ class LaidByNobody(DeviceTables):
         """Leave the tensors unchanged."""
 
 
-def _captured(run: Any) -> Captured:
-    return Captured(run(), lambda: None)
+def _captured(run: Any) -> CapturedFunction:
+    return CapturedFunction(run(), lambda: None)
 
 
 def make_engine(load: Load, most: int, model: NoModel | None = None) -> Engine:

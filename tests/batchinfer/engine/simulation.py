@@ -12,7 +12,7 @@ from batchinfer.core.sampling import SamplingParams
 from batchinfer.engine.kv.cache_layout import one_group
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.models.spec.spec import CacheSpec
-from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine
+from batchinfer.plan.simulation.simulator import SimulatedEngine, SimulatedTotals
 from batchinfer.plan.simulation.simulator import simulate as simulate_requests
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, Peaks
@@ -49,7 +49,7 @@ def simulate(
     cost: ModelCost = LLAMA_135M,
     peaks: Peaks = CPU,
     overhead_s: float = 0.0,
-) -> Simulated:
+) -> SimulatedTotals:
     """Run the rows in this order; a step takes its roofline time plus `overhead_s`."""
     layout = one_group([CacheSpec(1, 64)] * cost.layers, 16)
     machine = SimulatedEngine(

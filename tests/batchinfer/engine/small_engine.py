@@ -27,7 +27,7 @@ from batchinfer.engine.loop.engine import Engine, EngineLimits
 from batchinfer.engine.loop.multi_step import MultiStepDecoding
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.runner.model_runner import ModelRunner
-from batchinfer.engine.runner.sampled import DeviceTokens, Sampled
+from batchinfer.engine.runner.sampled import DeviceTokens, SamplingResult
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.constraints import ConstraintMasks, Constraints
@@ -194,12 +194,12 @@ class RecordingSampler(Sampler):
 
     def sample(
         self, ops: Ops, logits: Tensor, plan: SamplingPlan, device_tokens: DeviceTokens | None = None
-    ) -> Sampled:
+    ) -> SamplingResult:
         places = [self.told.popleft() for _ in logits]
         self.seen.update(zip(places, logits.clone(), strict=True))
         if self.answers is None:
             return super().sample(ops, logits, plan, device_tokens)
-        return Sampled(torch.tensor([self.answers[row][at] for row, at in places]))
+        return SamplingResult(torch.tensor([self.answers[row][at] for row, at in places]))
 
 
 def looking_ahead(runner: ModelRunner, kind: type[DeviceRunner] = DeviceRunner) -> DeviceRunner:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchinfer.engine.graphs import decode_graphs
 from batchinfer.engine.graphs.decode_graphs import DecodeGraphs
-from batchinfer.engine.graphs.graph_capture import Capture, Captured, NotCaptured
+from batchinfer.engine.graphs.graph_capture import Capture, CapturedFunction, NotCaptured
 from batchinfer.engine.loop.drafting import Drafter
 from batchinfer.engine.runner.device_runner import DeviceRunner
 from batchinfer.engine.schedule.plan_writer import PlanWriter
@@ -70,7 +70,7 @@ class Counting:
         self.tried = self.replays = 0
         self.room, self.lacks = room, lacks or torch.OutOfMemoryError("none left")
 
-    def __call__(self, run: Callable[[], Tensor]) -> Captured:
+    def __call__(self, run: Callable[[], Tensor]) -> CapturedFunction:
         self.tried += 1
         if self.tried > self.room:
             raise self.lacks
@@ -87,7 +87,7 @@ class Counting:
             self.replays += 1
             inner.replay()
 
-        return Captured(inner.result, replay)
+        return CapturedFunction(inner.result, replay)
 
 
 def ran(

@@ -20,7 +20,7 @@ from batchinfer.engine.kv.memory import CPU_FRACTION, GPU_RESERVE, GPU_RESERVE_S
 from batchinfer.engine.kv.table_sizes import TableSizes
 from batchinfer.engine.load import device_fit
 from batchinfer.engine.load.build import load_model
-from batchinfer.engine.load.device_fit import CacheRoom, Fitted, fit
+from batchinfer.engine.load.device_fit import CacheRoom, FittedRunner, fit
 from batchinfer.engine.load.dummy_steps import COSTLY, GREEDY, DummySteps, sizes_between
 from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.constraints import ConstraintMasks
@@ -92,7 +92,7 @@ class Device:
         logprobs: int | None = None,
         mixed: int = 0,
         agreed: Callable[[int], int] = int,
-    ) -> Fitted:
+    ) -> FittedRunner:
         def blocks(needed: int) -> int:
             self.needed = needed
             return wanted

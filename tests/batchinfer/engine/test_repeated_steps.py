@@ -23,7 +23,7 @@ from batchinfer.engine.graphs.repeated_replays import RepeatedReplays
 from batchinfer.engine.load import loaded_model
 from batchinfer.engine.loop.multi_step import MultiStepDecoding
 from batchinfer.engine.runner.device_runner import DeviceRunner
-from batchinfer.engine.runner.sampled import Sampled
+from batchinfer.engine.runner.sampled import SamplingResult
 from batchinfer.engine.runner.sampler import Sampler
 from batchinfer.engine.schedule.batched_admission import AdmissionCosts
 from batchinfer.engine.schedule.sequence import Sequence
@@ -351,7 +351,7 @@ def test_on_a_gpu_logits_have_the_bits_of_single_steps(
     monkeypatch.setattr(Sampler, "tries_argmax", lambda *_: False)
     found, logits, sample = [], list[list[Tensor]](), Sampler.sample
 
-    def noted(sampler: Sampler, ops: Any, given: Tensor, *rest: Any) -> Sampled:
+    def noted(sampler: Sampler, ops: Any, given: Tensor, *rest: Any) -> SamplingResult:
         logits[-1].append(given.clone())
         return sample(sampler, ops, given, *rest)
 

@@ -26,7 +26,7 @@ from batchinfer.engine.graphs import decode_graphs
 from batchinfer.engine.graphs.graph_capture import GraphRecorder
 from batchinfer.engine.kv.cache_layout import cache_layout
 from batchinfer.engine.load import build
-from batchinfer.engine.load.device_fit import Fitted
+from batchinfer.engine.load.device_fit import FittedRunner
 from batchinfer.engine.load.dummy_steps import sizes_between
 from batchinfer.engine.load.loaded_model import LoadedModel
 from batchinfer.engine.runner.device_runner import DeviceRunner
@@ -181,14 +181,14 @@ def test_prompts_are_decompressed_if_the_cache_has_latents(monkeypatch, setting)
     from batchinfer.models.ops import gpu_latents
 
     lens: list[int] = []
-    attend = gpu_latents.Decompressed.attend
+    attend = gpu_latents.DecompressedGroup.attend
 
     def watched(group, *arguments):
         lens.append(len(group.slots))
         attend(group, *arguments)
 
     monkeypatch.setattr(gpu_latents, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(gpu_latents.Decompressed, "attend", watched)
+    monkeypatch.setattr(gpu_latents.DecompressedGroup, "attend", watched)
     limits, rows = SETTINGS[setting], prompts(2)
     model = model_of("deepseek-v3")
     got = ran("deepseek-v3", limits, triton_ops(model), DEVICE, rows)
@@ -505,7 +505,7 @@ def products_as_torch_has_them():
 def test_an_engine_of_a_gpu_does_not_round_the_library_s_partial_sums(
     monkeypatch, products_as_torch_has_them
 ):
-    monkeypatch.setattr(build, "fit_cache", lambda runner, limits, room, *_: Fitted(runner, limits, 1))
+    monkeypatch.setattr(build, "fit_cache", lambda runner, limits, room, *_: FittedRunner(runner, limits, 1))
     gpus = gpus_config("none", False)
     build.load_model(replace(gpus, load=replace(gpus.load, device="cpu")))
     assert [getattr(products_as_torch_has_them, name) for name in SUMS] == [True, True]

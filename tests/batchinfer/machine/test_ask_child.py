@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core.errors import OutOfMemory, Unavailable
-from batchinfer.machine.ask_child import Died, ask_child
+from batchinfer.machine.ask_child import ChildDied, ask_child
 
 TASKS = "tests.batchinfer.child_tasks"
 
@@ -31,7 +31,7 @@ def test_two_kills_are_reported_as_out_of_memory_without_blame(monkeypatch: pyte
 
 
 def test_two_crashes_blame_the_question() -> None:
-    with pytest.raises(Died, match="exit status 3"):
+    with pytest.raises(ChildDied, match="exit status 3"):
         ask_child("it", f"{TASKS}:end", "3", within_s=60)
 
 

@@ -42,10 +42,10 @@ def test_only_cpu_use_of_other_processes_counts(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     load = machine.load()
     machine.passes(2.0, own=1.0, others=1.0, foreign=2.0)
-    assert load.look() == pytest.approx(0.5)
+    assert load.measure() == pytest.approx(0.5)
     machine.passes(1.0, own=1.0, others=0.0)
-    assert load.look() == pytest.approx(0.0)
-    assert load.look() is None, "no time has passed"
+    assert load.measure() == pytest.approx(0.0)
+    assert load.measure() is None, "no time has passed"
     assert load.cores == len(CORES)
 
 
@@ -53,9 +53,9 @@ def test_rounding_stays_between_zero_and_the_number_of_cores(tmp_path: Path) -> 
     machine = Machine(tmp_path)
     load = machine.load()
     machine.passes(1.0, own=0.5, others=-0.01)
-    assert load.look() == 0.0
+    assert load.measure() == 0.0
     machine.passes(1.0, own=0.0, others=len(CORES) + 0.5)
-    assert load.look() == len(CORES)
+    assert load.measure() == len(CORES)
 
 
 @pytest.mark.parametrize("text", [None, "cpu 1 2 3 4 5 6 7 8 9 10\n"])
@@ -64,11 +64,11 @@ def test_without_kernel_counts_the_load_is_unknown(tmp_path: Path, text: str | N
         (tmp_path / "stat").write_text(text)
     times = iter([0.0, 1.0])
     load = CoreLoad(tmp_path / "stat", lambda: next(times), lambda: 0.0)
-    assert load.look() is None
+    assert load.measure() is None
 
 
 def test_this_machine_reports_its_load() -> None:
     load = CoreLoad()
     sum(range(3_000_000))
-    others = load.look()
+    others = load.measure()
     assert 0 <= others <= len(CORES)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.machine.spawning import Child, Ended, receiving
+from batchinfer.machine.spawning import Child, ChildExit, receiving
 from tests.batchinfer.pipeline.test_pipeline import people, write_job
 from tests.batchinfer.wrong_jobs import alive, environment
 from tests.examples import first_of
@@ -181,7 +181,7 @@ def test_sigkill_at_the_cpu_time_limit_is_not_reported_as_out_of_memory(
 ) -> None:
     """`ulimit -t 5` sets both limits, and the kernel then sends SIGKILL at once."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (5, 5))
-    at_limit, early = Ended(-signal.SIGKILL, 5.01), Ended(-signal.SIGKILL, 2.0)
+    at_limit, early = ChildExit(-signal.SIGKILL, 5.01), ChildExit(-signal.SIGKILL, 2.0)
     assert (at_limit.out_of_cpu_time, at_limit.out_of_memory) == (True, False)
     assert "limit of 5 s" in str(at_limit)
     assert (early.out_of_cpu_time, early.out_of_memory) == (False, True)

@@ -13,7 +13,7 @@ import pytest
 
 from batchinfer.core.errors import UsageError
 from batchinfer.machine.hardware import Hardware
-from batchinfer.report.history import LEAST_S, PastRun, compare, verdict
+from batchinfer.report.history import LEAST_S, PastRun, compare, comparison_lines
 from batchinfer.report.tables.folder import new_run_id
 from batchinfer.report.tables.tables import run_row, write_run
 from batchinfer.verbs.history import history_of, share_of
@@ -62,7 +62,7 @@ def test_what_cannot_be_compared_is_left_out_and_named(changes: dict[str, Any], 
     found = compare([*[past()] * 3, past(**({"speed": 3000.0} | changes)), past()])
     assert (found.before, found.change) == (3, pytest.approx(0, abs=1e-3))
     assert found.left_out == {reason: 1}
-    assert [*verdict(found)][-1] == f"not compared: 1 ({reason})"
+    assert [*comparison_lines(found)][-1] == f"not compared: 1 ({reason})"
 
 
 def test_the_newest_run_that_computed_enough_is_judged() -> None:

@@ -114,7 +114,7 @@ class ContinuedPrompts:
         return draft._replace(text=f"{draft.text}{continuation}", masks=masks, continuations=None)
 
     def _without_end(self, ids: Ids, draft: Draft) -> Ids:
-        behind = self._segments.around[1] if draft.add_special else []
+        behind = self._segments.surrounding_ids[1] if draft.add_special else []
         size = len(behind)
         return ids[:-size] if size and [*ids[-size:]] == behind else ids
 

@@ -21,8 +21,8 @@ class PreparedRungs:
     """The requests of one further attempt (an item of `on_invalid`) at n rows.
 
     Attributes:
-        params_of: Per row, the position of its parameters in `Prepared.params`; -1 if the row gets no such attempt.
-            Shape (n,).
+        params_of: Per row, the position of its parameters in `PreparedPrompts.params`; -1 if the row gets no such
+            attempt. Shape (n,).
         max_tokens: The maximum number of tokens of each row's answer, shape (n,).
         keys: The concatenated work keys of the requests.
     """
@@ -84,7 +84,7 @@ NO_PROMPTS = FurtherPrompts(_NONE, _NONE, b"", _NONE)
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedPrompts:
     """The prompts of n rows, as the index stores them. An error row has count 0, a zero key and parameter 0.
 
     Args:
@@ -153,7 +153,7 @@ class Prepared:
 class PreparedRows:
     """The prepared prompts of consecutive rows, and the other facts about these rows that the index stores."""
 
-    prompts: Prepared
+    prompts: PreparedPrompts
     facts: RowFacts
 
     def __len__(self) -> int:

@@ -13,12 +13,12 @@ from typing import Any
 from batchinfer.core.errors import OutOfMemory, Unavailable
 from batchinfer.core.samples import RankUse
 from batchinfer.engine.ranks.division import RankConfig
-from batchinfer.machine.spawning import Child, Ended, receiving
+from batchinfer.machine.spawning import Child, ChildExit, receiving
 from batchinfer.machine.waiting import WaitTimer
 from batchinfer.pipeline.workers.endings import Leave
 from batchinfer.pipeline.workers.engine_entry import RANK
 from batchinfer.pipeline.workers.heartbeat import BEAT_S, STARTING_S
-from batchinfer.pipeline.workers.messages import Failed, Finish, Left, Loaded, Pulse, WorkerSpec
+from batchinfer.pipeline.workers.messages import Failed, Finish, HeartbeatMessage, Left, Loaded, WorkerSpec
 from batchinfer.pipeline.workers.ranks.rendezvous import ParentConnection, RendezvousFile
 
 MISSED_S = 5 * BEAT_S  # limit on the time between heartbeats of a rank
@@ -56,7 +56,7 @@ class HeartbeatWatch:
         Call it every BEAT_S (1) seconds.
         """
         with self._lock:
-            late = [rank for rank, waited in self._waited.items() if waited.look() > self._limit_s(rank)]
+            late = [rank for rank, waited in self._waited.items() if waited.update() > self._limit_s(rank)]
         return min(late, default=None)
 
     def _limit_s(self, rank: int) -> float:
@@ -149,7 +149,7 @@ class OtherRanks:
                 rank = rank_of[connection]
                 message = _receive(self._children[rank - 1])
                 self._watch.record_message(rank)
-                if isinstance(message, Pulse):
+                if isinstance(message, HeartbeatMessage):
                     if message.untimed:
                         self._watch.stop_watching(rank)
                 elif isinstance(message, Loaded | Left):
@@ -193,7 +193,7 @@ class OtherRanks:
         return _death(f"{who} {'closed its connection' if ended is None else ended}", ended)
 
 
-def _death(what: str, ended: Ended | None) -> Failed:
+def _death(what: str, ended: ChildExit | None) -> Failed:
     memory = ended is not None and ended.out_of_memory
     return Failed((OutOfMemory if memory else Unavailable).exit_code, what, "", died=True)
 

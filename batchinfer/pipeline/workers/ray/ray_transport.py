@@ -232,7 +232,7 @@ class RayTransport:
             self._files[path] = digests(path, self._known)
         return self._files[path]
 
-    def takes_standby(self, spec: WorkerSpec) -> bool:
+    def can_use_standby(self, spec: WorkerSpec) -> bool:
         """Return False, because engines run on nodes of the cluster and not in a process of this machine."""
         return False
 

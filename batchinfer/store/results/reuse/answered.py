@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from batchinfer.filesystem.duck import connection
-from batchinfer.input.prompts.prepared.rows import KEY_TYPE, Prepared
+from batchinfer.input.prompts.prepared.rows import KEY_TYPE, PreparedPrompts
 from batchinfer.store.answers.answered_keys import KEY_WORDS, Words, answered_keys, key_words
 from batchinfer.store.results.attempts import IS_INVALID, load_chosen
 
@@ -66,7 +66,7 @@ class AnsweredRows:
         self._present: KeySet | None = None  # loaded by the first lookup
         self._invalid: KeySet | None = None
 
-    def __call__(self, prompts: Prepared) -> bool:
+    def __call__(self, prompts: PreparedPrompts) -> bool:
         """Return True if the store has an answer for the current attempt of every prepared row.
 
         Error rows are ignored, as they are never computed. Raises StorageError.
@@ -78,7 +78,7 @@ class AnsweredRows:
             due = self._climbed(due.copy(), prompts)
         return bool(self._present.has(due[prompts.counts > 0]).all())
 
-    def _climbed(self, due: NDArray[np.void], prompts: Prepared) -> NDArray[np.void]:
+    def _climbed(self, due: NDArray[np.void], prompts: PreparedPrompts) -> NDArray[np.void]:
         # `due` has the keys of the first attempts, and is changed
         if self._invalid is None:
             self._invalid = self._invalid_ones(1 + len(prompts.rungs))

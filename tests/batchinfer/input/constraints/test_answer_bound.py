@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.core.sampling import INT32_MAX, SamplingParams
-from batchinfer.input.constraints.answer_bound import Unbounded, most_tokens
+from batchinfer.input.constraints.answer_bound import UnboundedAnswer, most_tokens
 from batchinfer.input.constraints.patterns.width import NoWidth, in_json, pattern_width, plain
 from tests.batchinfer.input.constraints.random_schemas import accepts, compiled
 from tests.examples import examples
@@ -157,7 +157,7 @@ def test_the_bound_is_reached(schema: Any, longest: str) -> None:
         "more than max_tokens can be"),
 ])  # fmt: skip
 def test_what_has_no_bound_is_named(schema: Any, message: str) -> None:
-    with pytest.raises(Unbounded, match=message):
+    with pytest.raises(UnboundedAnswer, match=message):
         bytes_of(schema)
 
 
@@ -169,7 +169,7 @@ def test_shared_parts_are_bounded_once() -> None:
             ref = {"$ref": f"#/$defs/d{at + 1}"}
             defs[f"d{at}"] = {"type": "array", "prefixItems": [ref, {**ref}], "items": False}
             defs[f"d{at}"]["allOf"] = [{**ref, "title": "x"}, {**ref}] if last["type"] == "string" else []
-        with pytest.raises(Unbounded, match=problem):
+        with pytest.raises(UnboundedAnswer, match=problem):
             bytes_of({"$ref": "#/$defs/d0", "$defs": defs})
 
 
@@ -183,7 +183,7 @@ def test_bounds_of_choices_and_regexes_and_unbounded_constraints() -> None:
         SamplingParams(regex="a*"),
         SamplingParams(regex=f"a{{{INT32_MAX // 10}}}b{{999999999}}c{{999999999}}{{9}}"),
     ):
-        with pytest.raises(Unbounded):
+        with pytest.raises(UnboundedAnswer):
             most_tokens(params)
 
 

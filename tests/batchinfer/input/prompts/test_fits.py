@@ -5,14 +5,14 @@ from __future__ import annotations
 import tracemalloc
 
 from batchinfer.core.sampling import SamplingParams
-from batchinfer.input.prompts.fits import Fits
+from batchinfer.input.prompts.fits import ConstraintMaxTokens
 from batchinfer.input.prompts.prepare import CheckedConstraints
 from tests.batchinfer.input.tokenizer.made_tokenizers import byte_level
 
 
 def test_constraints_themselves_are_not_remembered() -> None:
     """A constraint may take a megabyte, and the cache has a thousand entries."""
-    fits, checked = Fits(), CheckedConstraints(SamplingParams(), byte_level().to_str())
+    fits, checked = ConstraintMaxTokens(), CheckedConstraints(SamplingParams(), byte_level().to_str())
     checked.check(SamplingParams(regex="a"))
     tracemalloc.start()
     for number in range(12):

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchinfer.core.request import RowError
-from batchinfer.input.prompts.prepared.rows import FurtherPrompts, Prepared, PreparedRows, PreparedRungs
+from batchinfer.input.prompts.prepared.rows import (
+    FurtherPrompts,
+    PreparedPrompts,
+    PreparedRows,
+    PreparedRungs,
+)
 from batchinfer.input.prompts.render_pieces import RowPieces, join_rows
 from batchinfer.input.prompts.row_facts import FactsCollector, RowFields
 
@@ -27,7 +32,7 @@ def prepared(rows: list[str]) -> PreparedRows:
     good = [row for row in rows if row != "!"]
     params = list(dict.fromkeys(row[0] for row in good))
     lengths = np.array([0 if row == "!" else len(row) for row in rows], np.int32)
-    prompts = Prepared(
+    prompts = PreparedPrompts(
         errors,
         params,
         np.array([0 if row == "!" else params.index(row[0]) for row in rows], np.int32),
@@ -101,9 +106,9 @@ def test_only_rows_that_end_processes_again_become_errors(rows: list[str], data:
         if ends[0] in accidents:
             accidents.remove(ends[0])
         if piece.accused:
-            pieces.blame("template_crash", "")
+            pieces.fail_row("template_crash", "")
         else:
-            pieces.accuse(ends[0] - piece.start)
+            pieces.isolate_row(ends[0] - piece.start)
     found = pieces.join()
     blamed = {at for at, error in found.prompts.errors.items() if error.code == "template_crash"}
     assert blamed == killers

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import Unavailable
 from batchinfer.core.reasoning import CLOSED, NO_MARKER, OPEN
 from batchinfer.core.request import RowError
-from batchinfer.input.prompts.prepared.rows import FurtherPrompts, Prepared, PreparedRows, PreparedRungs
+from batchinfer.input.prompts.prepared.rows import (
+    FurtherPrompts,
+    PreparedPrompts,
+    PreparedRows,
+    PreparedRungs,
+)
 from batchinfer.input.prompts.render_reply import BadReply, parse_reply, serialize_failure, serialize_reply
 from batchinfer.input.prompts.row_facts import FactsCollector, RowFields
 
@@ -34,7 +39,7 @@ def some_rows() -> PreparedRows:
     params, work = ["{}", '{"seed":1}'], (bytes(96), tokens, openings, {"unread": 2}, [rung])
     whose, counts, more = (np.array(one, np.int32) for one in ([0, 0], [1, 2], [4, 5, 6]))
     further = FurtherPrompts(whose, counts, b"f" * 64, more)
-    prompts = Prepared(
+    prompts = PreparedPrompts(
         errors, params, *int32s, *work,
         samples=np.array([3, 0, 1024], np.int32), dimensions=np.array([0, 0, 7], np.int32), further=further,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from batchinfer.core.errors import BatchInferError, JobFileError, OutOfMemory, SecurityRefusal, Unavailable
 from batchinfer.engine.config import LoadConfig
 from batchinfer.pipeline.workers.launch import Launch
-from batchinfer.pipeline.workers.messages import Failed, Load, Pulse, WorkerSpec
+from batchinfer.pipeline.workers.messages import Failed, HeartbeatMessage, Load, WorkerSpec
 from tests.memory_transport import DiedError, MemoryTransport
 
 SPEC = WorkerSpec(LoadConfig(Path("model"), "float32", "cpu"), None)
@@ -34,7 +34,7 @@ class Ending:
             return []
         self._said += 1
         if self._said <= 2:
-            return [Pulse(untimed=True), Pulse()]
+            return [HeartbeatMessage(untimed=True), HeartbeatMessage()]
         if self._fate == DIES:
             raise DiedError
         return [Failed(self._fate.exit_code, "it cannot", "")] if isinstance(self._fate, type) else []

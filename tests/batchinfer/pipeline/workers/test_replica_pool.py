@@ -26,9 +26,9 @@ from batchinfer.pipeline.workers.messages import (
     Add,
     Failed,
     Finish,
+    HeartbeatMessage,
     Learn,
     Left,
-    Pulse,
     Ready,
     WorkDone,
     WorkerSpec,
@@ -168,7 +168,7 @@ class Started:
 
     def _load(self) -> list[object]:
         if self.heard <= self.fate.loads_for:
-            return [Pulse()]
+            return [HeartbeatMessage()]
         problem, self.loaded = self.fate.refuses, True
         if problem is not None:
             return [Failed(problem.exit_code, str(problem), "a traceback")]
@@ -241,7 +241,7 @@ class LaterPlans:
         self._looks = 0
 
     @property
-    def to_come(self) -> bool:
+    def will_plan_again(self) -> bool:
         return bool(self._later)
 
     def next(self, exhausted: bool, idle: bool) -> feed.Batches | None:

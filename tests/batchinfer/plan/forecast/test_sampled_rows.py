@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchinfer.input.reader import Strata
+from batchinfer.input.reader import SpreadSample
 from batchinfer.plan.forecast.sampled_rows import RUN_ROWS, SampledRows, relative_error
 from batchinfer.plan.forecast.text import forecast_json
 from batchinfer.plan.order.prefixes import PlannedPrefix
@@ -36,7 +36,7 @@ def test_the_first_user_of_a_prefix_saves_nothing() -> None:
 
 @given(st.integers(1, 40), st.integers(0, 100), st.lists(st.integers(1, 50), min_size=1, max_size=20))
 def test_strata_take_the_same_rows_however_they_are_batched(rows: int, more: int, batches: list[int]) -> None:
-    strata = Strata(rows + more, rows)
+    strata = SpreadSample(rows + more, rows)
     taken, first = [], 0
     for count in batches:
         for start, end in strata.runs(first, count):
@@ -100,7 +100,7 @@ def test_a_sample_of_a_query_uses_one_execution(tmp_path: Path, model: Path) -> 
 def test_the_error_holds_19_times_of_20() -> None:
     """For rows in any order and for increasing lengths, 200 samples each."""
     rng = np.random.default_rng(3)
-    rows = [row for start, end in Strata(160, RUN_ROWS).runs(0, 16_000) for row in range(start, end)]
+    rows = [row for start, end in SpreadSample(160, RUN_ROWS).runs(0, 16_000) for row in range(start, end)]
     for rising in (0.0, 1.0):
         held = 0
         for _ in range(200):

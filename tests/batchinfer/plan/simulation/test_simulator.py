@@ -23,11 +23,11 @@ from batchinfer.engine.runner.model_runner import ModelRunner
 from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.engine.tensors.graph_sizes import MIN_CONTEXT_BOUND, batch_sizes
 from batchinfer.plan.simulation import simulator
-from batchinfer.plan.simulation.clock import Captures, Launching
+from batchinfer.plan.simulation.clock import Captures, LaunchPredictor
 from batchinfer.plan.simulation.extrapolation import SimulatedPart, extrapolate
 from batchinfer.plan.simulation.simulator import (
-    Simulated,
     SimulatedEngine,
+    SimulatedTotals,
     block_bytes,
     simulate,
     simulated_steps,
@@ -58,7 +58,7 @@ def chunks(rows: int, start: int, length: int = 1) -> tuple[list[int], list[int]
 
 
 def test_steps_that_read_prompts_are_replayed_in_pieces_up_to_a_size():
-    launching = Launching(Captures(rows=8, longest=5000, tokens=64))
+    launching = LaunchPredictor(Captures(rows=8, longest=5000, tokens=64))
     assert launching.mode(*chunks(4, 0, 16), decodes=False, shares=False) == "piecewise_graph"
     assert launching.mode(*chunks(4, 0, 17), decodes=False, shares=False) == "eager"
     copies = launching.mode(*chunks(4, 9), decodes=False, shares=True)
@@ -66,13 +66,13 @@ def test_steps_that_read_prompts_are_replayed_in_pieces_up_to_a_size():
 
 
 def test_decode_steps_are_replayed_as_one_graph_up_to_a_size():
-    launching = Launching(Captures(rows=8, longest=500, tokens=0))  # no step is captured in pieces
+    launching = LaunchPredictor(Captures(rows=8, longest=500, tokens=0))  # no step is captured in pieces
     found = [launching.mode(*chunks(*step), True, False) for step in ((8, 9), (9, 9), (8, 499), (8, 500))]
     assert found == ["full_graph", "eager", "full_graph", "eager"]
 
 
 def test_kinds_that_the_warm_up_leaves_out_are_captured_when_they_come_for_the_third_time():
-    launching = Launching(Captures(rows=8, longest=5000, tokens=64))
+    launching = LaunchPredictor(Captures(rows=8, longest=5000, tokens=64))
     kinds = [
         (chunks(3, 9), True),
         (chunks(3, MIN_CONTEXT_BOUND), False),
@@ -85,22 +85,22 @@ def test_kinds_that_the_warm_up_leaves_out_are_captured_when_they_come_for_the_t
 
 
 def test_without_captures_all_is_launched_by_operators():
-    launching = Launching(Captures(0, 0, 0))
+    launching = LaunchPredictor(Captures(0, 0, 0))
     assert {launching.mode(*chunks(2, 9), decodes, False) for decodes in (True, False)} == {"eager"}
 
 
-def run(start: int, each: int, size: int) -> Simulated:
+def run(start: int, each: int, size: int) -> SimulatedTotals:
     """Return a run whose start and end do not depend on `size`."""
-    counts = {field.name: start + each * size for field in fields(Simulated)}
+    counts = {field.name: start + each * size for field in fields(SimulatedTotals)}
     times = {name: float(counts[name]) for name in ("seconds", "roofline_s")}
-    return Simulated(**(counts | times))  # type: ignore[arg-type]
+    return SimulatedTotals(**(counts | times))  # type: ignore[arg-type]
 
 
 @given(*(st.integers(*bounds) for bounds in ((0, 1000), (0, 100), (1, 100), (1, 100), (0, 10_000))))
 def test_beginning_and_end_are_counted_once(start: int, each: int, few: int, more: int, left: int) -> None:
     parts = [SimulatedPart(size, run(start, each, size)) for size in (few, few + more)]
     found, whole = extrapolate(*parts, few + more + left), run(start, each, few + more + left)
-    for field in fields(Simulated):
+    for field in fields(SimulatedTotals):
         assert getattr(found, field.name) == pytest.approx(getattr(whole, field.name)), field.name
 
 

@@ -19,7 +19,7 @@ from batchinfer.models.parallel.shard_spec import rank_traffic, shard_spec
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.spec import ModelSpec
 from batchinfer.plan.simulation.clock import Clock
-from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, simulate, simulated_steps
+from batchinfer.plan.simulation.simulator import SimulatedEngine, SimulatedTotals, simulate, simulated_steps
 from batchinfer.plan.simulation.stages import SimulatedStage, StageSchedule, StageSends, StageWork
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import Peaks, StepShape
@@ -129,7 +129,7 @@ def machine(
     )
 
 
-def run(on: SimulatedEngine) -> Simulated:
+def run(on: SimulatedEngine) -> SimulatedTotals:
     requests = [Row(100 + key % 60, 20 + key % 50).request(key) for key in range(96)]
     return simulate(on, requests, {request.key: request.params.max_tokens for request in requests})
 

@@ -36,7 +36,7 @@ from batchinfer.engine.schedule.scheduler import SchedulerConfig
 from batchinfer.models.spec.spec import CacheSpec
 from batchinfer.plan.simulation import clock
 from batchinfer.plan.simulation.clock import Captures
-from batchinfer.plan.simulation.simulator import Simulated, SimulatedEngine, simulate
+from batchinfer.plan.simulation.simulator import SimulatedEngine, SimulatedTotals, simulate
 from batchinfer.plan.simulation.step_time import StepTime
 from batchinfer_kernels.cost import ModelCost, Peaks
 from tests.batchinfer.engine.simulation import LLAMA_8B
@@ -77,7 +77,7 @@ def machine(
     )
 
 
-def run(engine: SimulatedEngine, prompt: int, output: int, rows: int) -> Simulated:
+def run(engine: SimulatedEngine, prompt: int, output: int, rows: int) -> SimulatedTotals:
     """Run rows whose answer lengths are random around `output` and not known beforehand."""
     lengths = np.minimum(np.random.default_rng(1).geometric(1 / output, rows), 8 * output)
     params = SamplingParams(max_tokens=8 * output)

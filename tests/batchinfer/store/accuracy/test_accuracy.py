@@ -23,7 +23,7 @@ from batchinfer.store.accuracy.expected import mark_expected
 from batchinfer.store.accuracy.grades import Grade, text_grade, value_grade
 from batchinfer.store.accuracy.labels import MOST_LABELS
 from batchinfer.store.accuracy.mcnemar import MOST_EXACT, mcnemar
-from batchinfer.store.accuracy.measure import Accuracy, Confused, Tally, measure_accuracy
+from batchinfer.store.accuracy.measure import Accuracy, ConfusionCell, Tally, measure_accuracy
 from batchinfer.store.accuracy.normalise import normalise
 from batchinfer.store.accuracy.reliability import BINS, Reliability
 from batchinfer.store.columns.answer_check import parse_answer
@@ -221,7 +221,7 @@ def test_confused_labels_are_few_and_most_frequent_first() -> None:
     rows = [(f"l{at % MOST_LABELS}", "l0") for at in range(2 * MOST_LABELS)]
     few = accuracy_of([*rows, ("l7", "l7")], typed=False)
     assert len(few.confusion) == MOST_LABELS + 1
-    assert few.confusion[0] == Confused(None, "l7", "label", "l0", 2)
+    assert few.confusion[0] == ConfusionCell(None, "l7", "label", "l0", 2)
     many = accuracy_of([*rows, *2 * [("more", "l0")]], typed=False)
     assert many.confusion == ()
     assert many.overall.rows == 2 * MOST_LABELS + 2

@@ -14,9 +14,9 @@ import pytest
 from batchinfer.core.errors import Locked, StorageError
 from batchinfer.filesystem.durable import FileOps
 from batchinfer.store.answers import cleaning
-from batchinfer.store.answers.cleaning import CHEAP, THOROUGH, Cleaned, Keep, clean_store
+from batchinfer.store.answers.cleaning import CHEAP, THOROUGH, CleaningResult, RetentionRule, clean_store
 from batchinfer.store.answers.completion_store import CompletionStore
-from batchinfer.store.answers.uses import User, read_uses, record_use, use_files, write_uses
+from batchinfer.store.answers.uses import UsingResult, read_uses, record_use, use_files, write_uses
 from batchinfer.store.results.join import join_answers
 from batchinfer.store.results.verify import verify_store
 from tests.batchinfer.store.small_index import answer, failure, keys_in, mixed_rows, write_index
@@ -24,7 +24,7 @@ from tests.batchinfer.store.small_index import answer, failure, keys_in, mixed_r
 DAY = 86400
 NOW = 1_800_000_000
 KEYS = [n.to_bytes(2, "big") * 16 for n in range(3000)]
-ME = User("/d/res", "", 30)
+ME = UsingResult("/d/res", "", 30)
 
 
 def filled(store: Path, *sizes: int, age: float = 100) -> list[Path]:
@@ -41,7 +41,7 @@ def filled(store: Path, *sizes: int, age: float = 100) -> list[Path]:
     return parts
 
 
-def use(store: Path, part: Path, rows: Sequence[int], age: float, user: User = ME) -> None:
+def use(store: Path, part: Path, rows: Sequence[int], age: float, user: UsingResult = ME) -> None:
     count = pq.read_metadata(part).num_rows
     noted = record_use(user, [(part.name, np.array(rows))], {part.name: count}, NOW - age * DAY)
     write_uses(store, noted, FileOps())
@@ -55,8 +55,8 @@ def keys_of(store: Path) -> list[bytes]:
 
 def clean(
     store: Path, keep: int | None = 30, policy: cleaning.Policy = THOROUGH, later: float = 0
-) -> Cleaned:
-    return clean_store(store, Keep(keep, ME.job, NOW + later * DAY), policy)
+) -> CleaningResult:
+    return clean_store(store, RetentionRule(keep, ME.job, NOW + later * DAY), policy)
 
 
 def test_rows_are_removed_when_their_last_use_is_too_old(tmp_path: Path) -> None:
@@ -86,11 +86,11 @@ def test_young_answers_stay_without_any_use(tmp_path: Path) -> None:
 
 def test_every_job_has_its_own_retention(tmp_path: Path) -> None:
     (part,) = filled(tmp_path, 6)
-    use(tmp_path, part, [0], 50, User("/other", "", 60))
-    use(tmp_path, part, [1], 50, User("/other", "", None))
-    use(tmp_path, part, [2], 50, User("/other", "", 40))
-    use(tmp_path, part, [3], 20, User(ME.job, "", 10))
-    use(tmp_path, part, [4], 20, User(ME.job, "", 30))
+    use(tmp_path, part, [0], 50, UsingResult("/other", "", 60))
+    use(tmp_path, part, [1], 50, UsingResult("/other", "", None))
+    use(tmp_path, part, [2], 50, UsingResult("/other", "", 40))
+    use(tmp_path, part, [3], 20, UsingResult(ME.job, "", 10))
+    use(tmp_path, part, [4], 20, UsingResult(ME.job, "", 30))
     clean(tmp_path, keep=25)
     assert keys_of(tmp_path) == [KEYS[n] for n in (0, 1, 3, 4)]
     clean(tmp_path, keep=15)
@@ -102,7 +102,7 @@ def test_a_result_found_published_again_uses_its_last_rows_again(tmp_path: Path)
     marker = tmp_path / "published.json"
     marker.touch()
     os.utime(marker, (NOW - DAY, NOW - DAY))
-    user = User(ME.job, str(marker), 30)
+    user = UsingResult(ME.job, str(marker), 30)
     use(tmp_path / "c", part, [0, 1], 60, user)
     use(tmp_path / "c", part, [1, 2], 40, user)
     clean(tmp_path / "c")
@@ -118,9 +118,11 @@ def test_a_result_that_is_published_again_uses_no_rows_of_its_older_version(tmp_
     marker = tmp_path / "published.json"
     marker.touch()
     os.utime(marker, (NOW, NOW))
-    use(tmp_path / "c", part, [0, 1], 300, User(ME.job, str(marker), 60))
-    use(tmp_path / "c", part, [1, 2], 40, User(ME.job, str(marker), 30))
-    use(tmp_path / "c", part, [1, 2], 40, User(ME.job, str(marker), None))  # noted twice: both are the newest
+    use(tmp_path / "c", part, [0, 1], 300, UsingResult(ME.job, str(marker), 60))
+    use(tmp_path / "c", part, [1, 2], 40, UsingResult(ME.job, str(marker), 30))
+    use(
+        tmp_path / "c", part, [1, 2], 40, UsingResult(ME.job, str(marker), None)
+    )  # noted twice: both are the newest
     clean(tmp_path / "c")
     assert keys_of(tmp_path / "c") == KEYS[1:3]
 
@@ -148,7 +150,7 @@ def test_the_first_of_two_answers_to_a_key_stays_first(tmp_path: Path) -> None:
         ):
             store.append(batch)
             store.commit()
-    done = clean_store(tmp_path / "c", Keep(30), replace(THOROUGH, small_rows=10))
+    done = clean_store(tmp_path / "c", RetentionRule(30), replace(THOROUGH, small_rows=10))
     assert (done.parts_before, done.parts_after) == (5, 3)
     with CompletionStore(tmp_path / "c") as store:
         rows = [row for part in store.parts() for row in pq.read_table(part).to_pylist()]
@@ -216,7 +218,7 @@ def test_nothing_is_removed_while_somebody_uses_the_store(tmp_path: Path) -> Non
     with CompletionStore(tmp_path) as store:
         with pytest.raises(Locked, match="using the stored answers"):
             clean(tmp_path)
-        assert clean_store(tmp_path, Keep(30, ME.job, NOW), dry_run=True).rows_dropped == 10
+        assert clean_store(tmp_path, RetentionRule(30, ME.job, NOW), dry_run=True).rows_dropped == 10
         assert len(store) == 10
     assert len(keys_of(tmp_path)) == 10
 
@@ -227,7 +229,9 @@ def test_cleaning_can_stop_between_two_parts(tmp_path: Path, monkeypatch: pytest
         use(tmp_path, part, range(10), 1)
     asked: list[int] = []
     done = clean_store(
-        tmp_path, Keep(30, ME.job, NOW), should_continue=lambda: len(asked) < 1 and not asked.append(1)
+        tmp_path,
+        RetentionRule(30, ME.job, NOW),
+        should_continue=lambda: len(asked) < 1 and not asked.append(1),
     )
     assert (done.rows_kept, done.parts_after) == (50, 3)
     assert len(keys_of(tmp_path)) == 50

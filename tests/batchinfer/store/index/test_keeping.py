@@ -26,14 +26,14 @@ from hypothesis import strategies as st
 from batchinfer.core.errors import JobFileError, StorageError
 from batchinfer.filesystem.durable import FileOps
 from batchinfer.input.chunk import ChunkSize
-from batchinfer.input.prompts.prepared.rows import Prepared
+from batchinfer.input.prompts.prepared.rows import PreparedPrompts
 from batchinfer.input.reader import Reader
 from batchinfer.input.tokenizer.tokenizer import Tokenizer
 from batchinfer.job import Job
 from batchinfer.store.index import keeping
 from batchinfer.store.index.index import Index
 from batchinfer.store.index.ingest import ingest
-from batchinfer.store.index.keeping import Keeping, KeptIndex
+from batchinfer.store.index.keeping import KeptIndex, KeptIndexReuse
 from batchinfer.store.kept.chunks import KeptChunk
 from batchinfer.store.kept.files import NAMES, remove_strays
 from tests import warm_commands
@@ -92,7 +92,7 @@ class Nights:
         self.lacks: set[bytes] = set()
         self.told: list[str] = []
 
-    def answered(self, prompts: Prepared) -> bool:
+    def answered(self, prompts: PreparedPrompts) -> bool:
         return not any(prompts.keys[at : at + 32] in self.lacks for at in range(0, len(prompts.keys), 32))
 
     def job(self, path: Path) -> Job:
@@ -105,7 +105,7 @@ class Nights:
         scratch = self.folder / ("scratch" if kept else "fresh")
         if scratch.exists():
             shutil.rmtree(scratch)
-        known = Keeping(self.folder / "kept", self.answered, self.told.append, fresh) if kept else None
+        known = KeptIndexReuse(self.folder / "kept", self.answered, self.told.append, fresh) if kept else None
         job = self.job(path)
         tokenizer = Tokenizer.load(job.model.path)
         return ingest(job, tokenizer, options(**{"chunk": FEW} | more), scratch, ops=ops, keeping=known)

@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from batchinfer.filesystem.durable import FileOps
-from batchinfer.store.answers.cleaning import Keep, clean_store
+from batchinfer.store.answers.cleaning import RetentionRule, clean_store
 from batchinfer.store.answers.completion_store import CompletionStore, read_records
-from batchinfer.store.answers.uses import User, record_use, write_uses
+from batchinfer.store.answers.uses import UsingResult, record_use, write_uses
 from tests.batchinfer.store.results.crash_job import kill_each
 from tests.batchinfer.store.small_index import answer
 
@@ -39,7 +39,7 @@ KEPT = [
     KEYS[6 * part + row] for part, (age, used) in enumerate(PARTS) for row in (used if age > 30 else range(6))
 ]
 DROPPED = sorted(set(KEYS) - set(KEPT))
-ME = User("/d/res", "", 30)
+ME = UsingResult("/d/res", "", 30)
 
 
 def prepare(folder: Path) -> None:
@@ -61,7 +61,7 @@ def prepare(folder: Path) -> None:
 
 
 def clean(folder: Path, ops: FileOps) -> None:
-    clean_store(folder, Keep(30, ME.job, NOW), ops=ops)
+    clean_store(folder, RetentionRule(30, ME.job, NOW), ops=ops)
 
 
 def keys(folder: Path) -> list[bytes]:

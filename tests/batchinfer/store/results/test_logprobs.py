@@ -13,7 +13,7 @@ import pytest
 from batchinfer.core.request import Completion, TokenLogprobs, Tokens
 from batchinfer.filesystem.state import StateFolder
 from batchinfer.store.answers import completion_store
-from batchinfer.store.answers.cleaning import THOROUGH, Keep, clean_store
+from batchinfer.store.answers.cleaning import THOROUGH, RetentionRule, clean_store
 from batchinfer.store.answers.completion_store import COMPLETION_SCHEMA, CompletionStore
 from batchinfer.store.columns.logprob_column import LOGPROBS_FIELD
 from batchinfer.store.index.index import Index
@@ -216,7 +216,7 @@ def test_cleaning_keeps_log_probabilities(tmp_path: Path) -> None:
             store.append(ordered[start : start + 5])
             store.commit()
         assert len(store) == len(ordered)
-    cleaned = clean_store(state.completions, Keep(30), THOROUGH)
+    cleaned = clean_store(state.completions, RetentionRule(30), THOROUGH)
     assert (cleaned.parts_before, cleaned.parts_after) == (6, 1)
     results = results_of(tmp_path, index_of(tmp_path / "x", rows))
     assert column(results) == [shown(answers[row["key"]]) if row.get("key") else None for row in rows]
@@ -227,7 +227,7 @@ def test_cleaning_parts_without_any_adds_no_columns(tmp_path: Path) -> None:
         for start in (0, 5):
             store.append(answer(bytes([start + n] * 32)) for n in range(5))
             store.commit()
-    clean_store(tmp_path, Keep(30), THOROUGH)
+    clean_store(tmp_path, RetentionRule(30), THOROUGH)
     (part,) = tmp_path.glob("part-*.parquet")
     assert pq.read_schema(part).equals(COMPLETION_SCHEMA)
 

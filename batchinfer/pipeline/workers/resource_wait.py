@@ -13,14 +13,14 @@ FIRST_S = 10.0  # seconds until the first notice
 TELL_S = 60.0  # seconds between two notices
 
 
-class Vacancies:
+class ResourceWait:
     """Measures how long all engines of a run have been waiting for resources of a cluster, and notifies the user."""
 
     def __init__(self, transport: Transport, notice: Callable[[str], None]) -> None:
         self._transport, self._notice = transport, notice
         self._waited, self._tell_at_s = WaitTimer(), FIRST_S
 
-    def look(self, all_wait: bool) -> None:
+    def update(self, all_wait: bool) -> None:
         """Measure how long all engines have been waiting for resources. Call it regularly.
 
         While they wait, the user gets a notice about once a minute.
@@ -35,7 +35,7 @@ class Vacancies:
             self._waited.reset()
             self._tell_at_s = FIRST_S
             return
-        limit_s, waited_s = self._transport.wait_s, self._waited.look()
+        limit_s, waited_s = self._transport.wait_s, self._waited.update()
         if waited_s >= limit_s:
             raise Unavailable(
                 f"there was no {self._transport.wanted} for {limit_s:.0f} s (ray.wait_s); {CONTINUES}"
