@@ -52,7 +52,7 @@ class Load:
     def __init__(self, *others: float | None) -> None:
         self._others = iter(others)
 
-    def look(self) -> float | None:
+    def measure(self) -> float | None:
         return next(self._others)
 
 

@@ -50,7 +50,7 @@ class Worker:
         done, self.chunk = self.chunk, None
         return done
 
-    def look(self) -> None:
+    def replace_if_silent(self) -> None:
         pass
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ class Load:
         self.others: float | None = 0.0
         self.looks = 0
 
-    def look(self) -> float | None:
+    def measure(self) -> float | None:
         self.looks += 1
         return self.others
 

@@ -78,7 +78,7 @@ class LocalWorker:
             reply, self._spec.fields, self._spec.limits.vocab_size, len(self._spec.plan.ladder)
         )
 
-    def look(self) -> None:
+    def replace_if_silent(self) -> None:
         pass
 
     def close(self) -> None:
