@@ -20,7 +20,7 @@ from batchinfer.core.samples import DraftSourceName, StepSample
 from batchinfer.engine.config import EngineConfig, EngineInfo, LoadConfig
 from batchinfer.filesystem.death_log import DeathLog
 from batchinfer.filesystem.durable import FileOps
-from batchinfer.pipeline.workers import feed, vacancies
+from batchinfer.pipeline.workers import feed, resource_wait
 from batchinfer.pipeline.workers.interrupts import Interrupts
 from batchinfer.pipeline.workers.messages import (
     Add,
@@ -381,8 +381,8 @@ def test_an_engine_that_waits_keeps_no_run_from_ending() -> None:
 
 
 def test_a_run_without_an_engine_reports_periodically_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vacancies, "FIRST_S", 0.0)
-    monkeypatch.setattr(vacancies, "TELL_S", 0.05)
+    monkeypatch.setattr(resource_wait, "FIRST_S", 0.0)
+    monkeypatch.setattr(resource_wait, "TELL_S", 0.05)
     ended = run_of(OnNodes([], [NEVER]), 1, rows((1, 0, 10)))
     assert ended.failed is not None
     assert 2 <= sum("for a node with 1 free CPU" in line for line in ended.notices) <= 4
