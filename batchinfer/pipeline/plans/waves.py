@@ -13,7 +13,7 @@ from batchinfer.pipeline.plans.background_reading import BackgroundReading
 from batchinfer.pipeline.plans.earlier_drafts import AddDrafts, EarlierDrafts, without_drafts
 from batchinfer.pipeline.plans.run_plans import Replanned
 from batchinfer.pipeline.plans.snapshot import Snapshot
-from batchinfer.plan.forecast.run import RunForecast, forecast_run
+from batchinfer.plan.forecast.run import RunForecast, add_earlier_answers, forecast_run
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
 from batchinfer.store.index.index import Index
@@ -105,8 +105,9 @@ class Waves:
             parts, tokens = rows.parts, rows.tokens
         plan = self._planned(parts, tokens, known)
         if self.index is not None:
-            whole = not known.requests
-            self.forecast = forecast_run(self._run.job, self._run.setup, plan, tokens, whole=whole)
+            whole, run = not known.requests, self._run
+            forecast = forecast_run(run.job, run.setup, plan, tokens, whole=whole)
+            self.forecast = add_earlier_answers(forecast, run.setup, run.state, plan, tokens, known.parts)
         self.parts, add_drafts = parts, self._find_drafts(plan)
         ended = time.monotonic()
         self._took_s, self._not_before = ended - began, ended + PAUSE * (ended - began)

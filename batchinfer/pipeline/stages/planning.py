@@ -13,7 +13,7 @@ from batchinfer.pipeline.open_run import OpenRun
 from batchinfer.pipeline.workers.interrupts import CONTINUES
 from batchinfer.plan.forecast.deadline import Deadline, DeadlineWatch
 from batchinfer.plan.forecast.engine import EngineForecast
-from batchinfer.plan.forecast.run import RevisedForecast, RunForecast, forecast_run
+from batchinfer.plan.forecast.run import RevisedForecast, RunForecast, add_earlier_answers, forecast_run
 from batchinfer.plan.forecast.text import plan_line
 from batchinfer.plan.order.plan import Plan
 from batchinfer.plan.order.planner import plan_job
@@ -99,6 +99,7 @@ def _plan(run: OpenRun, index: Index, store: CompletionStore, folder: str) -> Pl
         )
         whole = run.setup.drafting is None  # otherwise a draft model runs first
         forecast = forecast_run(run.job, run.setup, plan, index.tokens, whole=whole)
+        forecast = add_earlier_answers(forecast, run.setup, run.state, plan, index.tokens, parts)
     run.report.record_plan(plan, forecast.engine)
     run.progress.close()
     notify_plan(run, plan, forecast)

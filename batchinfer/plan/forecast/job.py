@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -15,26 +14,25 @@ from batchinfer.core.errors import OutOfMemory
 from batchinfer.filesystem.state import StateFolder, state_of
 from batchinfer.filesystem.temporary import temporary_folder
 from batchinfer.job import Job
-from batchinfer.machine.cpus import usable_cpus
 from batchinfer.machine.devices import Devices, devices_of
 from batchinfer.machine.facts import MachineFacts, this_machine
 from batchinfer.plan.forecast.calibration import CalibrationForecast, forecast_job_calibration
 from batchinfer.plan.forecast.deadline import Deadline, StopForecast, now
+from batchinfer.plan.forecast.earlier_answers import EarlierAnswers, earlier_answers
 from batchinfer.plan.forecast.engine import PLAN_MOST_S, EngineForecast, forecast_engine
 from batchinfer.plan.forecast.idle import IdleForecast, idle_forecast
 from batchinfer.plan.forecast.layouts import LayoutForecast, layout_forecasts
 from batchinfer.plan.forecast.lint import Linter, LintFinding
+from batchinfer.plan.forecast.planned_job import PlannedJob, read_and_plan
 from batchinfer.plan.forecast.quantizations import QuantizedForecast, quantized_forecasts
-from batchinfer.plan.forecast.sampled_rows import SampledRows, sampled_rows, strata_of
+from batchinfer.plan.forecast.sampled_rows import SampledRows
 from batchinfer.plan.order.plan import Plan
-from batchinfer.plan.order.planner import plan_job
 from batchinfer.plan.order.prefixes import PlannedPrefix, largest_prefixes
-from batchinfer.plan.setup.input_check import check_enough_rows, check_input
-from batchinfer.plan.setup.job_setup import Setup, check_setup, work_context
+from batchinfer.plan.setup.input_check import check_input
+from batchinfer.plan.setup.job_setup import Setup, check_setup
 from batchinfer.plan.setup.quality import stored_quality
-from batchinfer.store.answers.completion_store import read_records
 from batchinfer.store.index.index import Index
-from batchinfer.store.index.ingest import IngestProgress, ingest, job_files, with_files
+from batchinfer.store.index.ingest import IngestProgress
 from batchinfer.store.results.error_summary import summarise_errors
 
 PREFIXES_SHOWN = 8
@@ -106,6 +104,7 @@ class JobForecast:
         sample: The sample of rows that was read. None if every row was read.
         quality: The last measured quality of the quantised weights, as a dictionary (fields of `Quality`). None without
             quantisation or measurement.
+        earlier: Stored answers that an earlier version of the job's arithmetic made, and that run again. None without.
     """
 
     job: str
@@ -132,6 +131,7 @@ class JobForecast:
     experts: dict[str, Any] | None = None
     sample: SampledRows | None = None
     quality: dict[str, Any] | None = None
+    earlier: EarlierAnswers | None = None
 
 
 def forecast_job(
@@ -166,7 +166,7 @@ def forecast_job(
     if job.sampling.from_columns:
         notice(f"rows set their own {job.sampling.row_parameters()}")
     with temporary_folder("plan") as scratch:
-        known = _planned(job, setup, state, Path(scratch), reading, sample)
+        known = read_and_plan(job, setup, state, Path(scratch), reading, sample)
         for line in known.index.notices:
             notice(line)
         found = _counted(known.job, setup, known.plan, known.index, known.drawn)
@@ -185,6 +185,7 @@ def forecast_job(
             found = _with_engine(known, setup, found, Path(scratch))
         except OutOfMemory as error:
             return replace(found, misfit=str(error))
+        found = replace(found, earlier=_earlier(known, setup, state, found.forecast))
         return found if stop_at is None else replace(found, stop=_stopping(known.plan, found, stop_at))
 
 
@@ -198,67 +199,16 @@ def _stopping(plan: Plan, found: JobForecast, at: datetime) -> StopForecast:
     return stop if found.sample is None else stop.scaled(found.plan.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A job whose rows were read and planned.
-
-    Attributes:
-        job: The job.
-        index: The index of the rows that were read.
-        plan: The plan of their requests.
-        drawn: The sample of rows that was read. None if every row was read.
-        input_s: Seconds of reading all rows, scaled from the sample.
-        plan_s: Seconds of planning all rows, scaled from the sample.
-    """
-
-    job: Job
-    index: Index
-    plan: Plan
-    drawn: SampledRows | None
-    input_s: float
-    plan_s: float
+def _earlier(
+    known: PlannedJob, setup: Setup, state: StateFolder, forecast: EngineForecast | None
+) -> EarlierAnswers | None:
+    found = earlier_answers(setup, state, known.plan, known.index.tokens, known.stored, forecast)
+    if found is None or known.drawn is None:
+        return found
+    return replace(found, answers=round(found.answers * known.drawn.factor))
 
 
-def _planned(
-    job: Job,
-    setup: Setup,
-    state: StateFolder,
-    scratch: Path,
-    reading: Callable[[IngestProgress], None],
-    sample: int | None,
-) -> _Planned:
-    strata = None
-    if sample is not None:
-        job = with_files(job, job_files(job, scratch))
-        strata = strata_of(job, sample)
-    began = time.perf_counter()
-    # Without a store there are no answers to find, so weights need not be hashed for work keys
-    context = work_context(setup, state) if state.completions.is_dir() else b""
-    options = setup.ingest_options(context, strata=None if strata is None else strata[0])
-    index = ingest(job, setup.tokenizer, options, scratch, reading)
-    check_enough_rows(job, index.input_rows if strata is None else strata[1])
-    read = time.perf_counter()
-    stored = sorted(read_records(state.completions, digests=True)[0]) if state.completions.is_dir() else []
-    folder = scratch / "plan"
-    cores, attempts = usable_cpus(), index.attempts
-    plan = plan_job(
-        index.index_parts,
-        index.tokens,
-        stored,
-        folder,
-        setup.roots,
-        attempts=attempts,
-        extra_prompts=index.content_free_parts,
-        shares=setup.setting.parts.shares_prefixes,
-        threads=cores,
-    )
-    planned = time.perf_counter()
-    drawn = None if strata is None else sampled_rows(index.index_parts, strata[1])
-    times = 1.0 if drawn is None else drawn.factor
-    return _Planned(job, index, plan, drawn, (read - began) * times, (planned - read) * times)
-
-
-def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Path) -> JobForecast:
+def _with_engine(known: PlannedJob, setup: Setup, found: JobForecast, scratch: Path) -> JobForecast:
     engine = forecast_engine(known.job, setup, known.plan)
     if known.drawn is not None:
         engine = replace(engine, multiple=known.drawn.factor)
@@ -285,7 +235,7 @@ def _with_engine(known: _Planned, setup: Setup, found: JobForecast, scratch: Pat
     )
 
 
-def _of_drafts(known: _Planned, setup: Setup) -> EngineForecast | None:
+def _of_drafts(known: PlannedJob, setup: Setup) -> EngineForecast | None:
     if setup.drafting is None or setup.first_draft_model is None:
         return None
     engine = forecast_engine(setup.first_draft_model.job, setup.drafting, known.plan)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from batchinfer.core.errors import OutOfMemory
 from batchinfer.core.wording import seconds
 from batchinfer.engine.config import EngineInfo
+from batchinfer.filesystem.state import StateFolder
 from batchinfer.job import Job
+from batchinfer.plan.forecast.earlier_answers import earlier_answers
 from batchinfer.plan.forecast.engine import EngineForecast, ForecastEngine, forecast_engine
 from batchinfer.plan.forecast.step_times import step_times
 from batchinfer.plan.forecast.text import drafts_line, engine_text, range_line
@@ -80,6 +83,31 @@ def _forecast(engine: ForecastEngine, prompts: Prompts, whole: bool) -> RunForec
     run = [f"the whole run: {line}" for line in range_line(found)] if whole else []
     drafts = [f"drafts: {line}" for line in drafts_line(found)]
     return RunForecast(found, (*lines, *run, *drafts))
+
+
+def add_earlier_answers(
+    forecast: RunForecast,
+    setup: Setup,
+    state: StateFolder,
+    plan: Plan,
+    prompts: Prompts,
+    parts: Sequence[Path],
+) -> RunForecast:
+    """Return a forecast with a line about stored answers that an earlier version of the arithmetic made, if any.
+
+    Args:
+        forecast: The forecast of the plan.
+        setup: The job's model, tokenizer and setting.
+        state: The job's state folder.
+        plan: The plan of the run.
+        prompts: The token ids of all prompts.
+        parts: Parquet files of the store.
+
+    Raises:
+        StorageError: The plan or the store cannot be read.
+    """
+    found = earlier_answers(setup, state, plan, prompts, parts, forecast.engine)
+    return forecast if found is None else replace(forecast, lines=(*forecast.lines, found.text))
 
 
 class RevisedForecast:

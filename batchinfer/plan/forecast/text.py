@@ -169,6 +169,7 @@ def forecast_json(found: JobForecast, price_per_hour: float | None) -> dict[str,
         "hardware": None if found.devices is None else _devices_json(found.devices),
         "layouts": [asdict(one) for one in found.layouts],
         "quality": found.quality,
+        "earlier_answers": None if found.earlier is None else asdict(found.earlier),
         "misfit": found.misfit,
         "forecast": None if forecast is None else _forecast_json(forecast, price_per_hour),
         "drafting": None if found.drafting is None else _forecast_json(found.drafting, price_per_hour),
@@ -229,6 +230,8 @@ def _named(found: JobForecast, price_per_hour: float | None) -> Iterator[tuple[s
     plan = found.plan
     yield "rows", f"{count(plan.rows)}: {_bad(found)}, {counted(plan.duplicates, 'duplicate')}"
     yield "work", f"{counted(plan.present, 'answer')} stored already, {_to_run(plan)} to run"
+    if found.earlier is not None:
+        yield "again", found.earlier.text
     if found.sample is not None:
         yield "sample", _sample_text(found.sample)
     if found.rows_over:

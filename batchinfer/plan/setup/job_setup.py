@@ -239,7 +239,9 @@ def ingest_workers(job: Job, setting: Setting, machine: MachineFacts) -> int:
     return max(1, cores if machine.free_memory is None else min(cores, machine.free_memory // WORKER_BYTES))
 
 
-def work_context(setup: Setup, state: StateFolder, remember: bool = False) -> bytes:
+def work_context(
+    setup: Setup, state: StateFolder, remember: bool = False, version: int | None = None
+) -> bytes:
     """Return the first part of every work key: a digest of everything that determines answers, except the rows.
 
     The digest contains digests of the weight files. Files whose digests are not known yet are hashed.
@@ -248,6 +250,7 @@ def work_context(setup: Setup, state: StateFolder, remember: bool = False) -> by
         setup: The job's model, tokenizer and setting.
         state: The job's state folder, which stores known digests.
         remember: Whether to store new digests of files there.
+        version: Version of the arithmetic of quantised weights. None: the current one.
     """
     digests = read_strings(state.fingerprints)
     before = dict(digests)
@@ -259,4 +262,5 @@ def work_context(setup: Setup, state: StateFolder, remember: bool = False) -> by
             write_strings(state.fingerprints, digests, state.ops)
     checked = 0 if setup.columns is None else CHECK_VERSION
     kind, tokenizer = setup.output.name, setup.tokenizer.fingerprint
-    return setup.setting.numerics.context(setup.checkpoint, model, tokenizer, columns=checked, output=kind)
+    numerics = setup.setting.numerics
+    return numerics.context(setup.checkpoint, model, tokenizer, checked, kind, version)

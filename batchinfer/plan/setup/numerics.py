@@ -33,6 +33,14 @@ _ABSENT: Mapping[str, Any] = {
     "modelling": OWN,
     "columns": 0,
     "output": "tokens",
+    "version": 1,
+}
+# The version of the arithmetic of quantised weights, by device. Increase it when results change: answers get new work
+# keys, and `plan` and `run` say how many stored answers of earlier versions run again. Version 1 adds nothing to keys
+VERSIONS: Mapping[Quantization, Mapping[Device, int]] = {
+    "int4": {"cpu": 1, "cuda": 1},
+    "int8": {"cpu": 1, "cuda": 1},
+    "stored-int4": {"cpu": 1, "cuda": 1},
 }
 _SAME_VALUES = ("stored-mxfp4", "stored-sparse")  # equal to the dequantised or dense values
 
@@ -71,6 +79,11 @@ class Numerics:
         return arithmetic_text(self.dtype, self.quantization, self.kv_cache, self.deterministic)
 
     @property
+    def version(self) -> int:
+        """Return the version of the arithmetic of quantised weights, from 1. It is part of every work key."""
+        return VERSIONS.get(self.quantization, {}).get(self.device, 1)
+
+    @property
     def itemsize(self) -> int:
         """Return the number of bytes of an activation, or of a weight that is not quantised."""
         return 4 if self.dtype == "float32" else 2
@@ -87,6 +100,7 @@ class Numerics:
         tokenizer_fingerprint: str,
         columns: int = 0,
         output: str = "tokens",
+        version: int | None = None,
     ) -> bytes:
         """Return the SHA-256 of everything that determines answers, except the row.
 
@@ -99,6 +113,7 @@ class Numerics:
             tokenizer_fingerprint: Digest of the tokenizer.
             columns: Version of the rules that check answers against typed columns. 0 without typed columns.
             output: Name of the kind of answers: "tokens", or a kind of vectors or scores.
+            version: Version of the arithmetic of quantised weights. None: the current one.
         """
         parts = {
             "model": model_fingerprint,
@@ -109,6 +124,7 @@ class Numerics:
             "numerics": NUMERICS_VERSION,
         }
         options = {**self._options(), "modelling": checkpoint.modelling, "columns": columns, "output": output}
+        options["version"] = self.version if version is None else version
         # Earlier versions stored experts in int8 if the rest was int4
         options["int4_experts"] = self.quantization == "int4" and _has_experts(checkpoint)
         parts |= {name: value for name, value in options.items() if value != _ABSENT[name]}

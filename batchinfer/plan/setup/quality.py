@@ -16,8 +16,6 @@ from batchinfer.models.checkpoint.checkpoint import Checkpoint
 from batchinfer.plan.setup.job_setup import Setup
 from batchinfer.plan.setup.weights import has_own_caches, loss_of
 
-# Raise it when quantised products change, so that stored measurements are not used any longer
-QUALITY_VERSION = 1
 # A run warns beyond these values. bfloat16 itself has a KL of 0.0012 nats and 97.4 % from float32 on SmolLM2-135M
 # (docs/measurements/quantisation.md)
 KL_WARNING, TOP1_WARNING, COSINE_WARNING = 0.02, 0.95, 0.99
@@ -49,7 +47,7 @@ def quality_key(job: Job, setup: Setup, digests: dict[str, str]) -> str:
     """
     numerics = setup.setting.numerics
     parts = (
-        QUALITY_VERSION,
+        numerics.version,
         setup.checkpoint.fingerprint(digests),
         numerics.device,
         numerics.dtype,

@@ -39,7 +39,22 @@ def test_stored_answers_stay_valid(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], digest: str
 ) -> None:
     monkeypatch.setattr(numerics, "NUMERICS_VERSION", 4)
-    assert changed(SETTING, **changes).numerics.context(checkpoint, "m", "t").hex() == digest
+    assert changed(SETTING, **changes).numerics.context(checkpoint, "m", "t", version=1).hex() == digest
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_new_version_of_an_arithmetic_changes_its_own_keys_only(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    other, int8 = (
+        changed(SETTING, quantization=one, deterministic=deterministic).numerics for one in ("none", "int8")
+    )
+    found = {one: one.context(checkpoint, "m", "t", version=1) for one in (other, int8)}
+    monkeypatch.setattr(numerics, "VERSIONS", {"int8": {"cpu": 2, "cuda": 1}})
+    now = {one: one.context(checkpoint, "m", "t") for one in (other, int8)}
+    assert (now[other], int8.version) == (found[other], 2)
+    assert len({now[int8], found[int8], int8.context(checkpoint, "m", "t", version=3)}) == 3
+    assert changed(int8, device="cuda").version == 1
 
 
 def digest_of(**more: Any) -> bytes:
