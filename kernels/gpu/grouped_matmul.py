@@ -109,7 +109,7 @@ def grouped_matmul_kernel(
         if block_scales_ptr is not None:
             block_scales_ptr += expert.to(tl.int64) * stride_blocks
         sums = sums_of(
-            weight_at, x_at, from_row, read, 0, inputs, inputs,
+            weight_at, x_at, from_row, read, None, 0, inputs, inputs,
             block_scales_ptr, lines_ptr, group_scales_ptr, group_stride,
             SUM, EVEN, PRECISION, LINES, ROWS, INPUTS,
         )  # fmt: skip

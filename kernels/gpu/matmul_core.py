@@ -25,6 +25,10 @@ from batchinfer_kernels.gpu.sizes import cdiv
 
 # Tiles of outputs in a group, which keeps the rows and weights that they read in the L2 cache
 TOGETHER = 8
+# Tiles with more sums are finished in two halves, because results and their addresses exceed the registers. Compiled
+# for compute capability 9.0 with 1025 outputs: int8 in tiles of 128 x 256 has 255 registers and 1520 bytes of stack if
+# finished at once, and 241 and none in halves; fp8 in tiles of 128 x 128 has 255 and 24 bytes, and 164 and none
+FINISHED_SUMS = tl.constexpr(128 * 64)
 # The tile of `add_parts_kernel`, small enough to fill the GPU if there are few outputs
 PART_LINES, PART_ROWS = 32, 64
 
@@ -99,7 +103,7 @@ def segment_sums(
 
 @triton.jit
 def block_segment_sums(
-    weight_at, x_at, scales_at, group_scales_at, first, end, inputs, group_stride,
+    weight_at, x_at, scales_at, group_scales_at, has_scale, first, end, inputs, group_stride,
     EVEN: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Return the product of an fp8 weight and x, (LINES, ROWS) float32, summed over the inputs [first, end).
@@ -109,7 +113,7 @@ def block_segment_sums(
     - weight_at (LINES, INPUTS), x_at (INPUTS, ROWS): pointers to the first tile's values.
     - EVEN: `inputs` is a multiple of INPUTS.
     - scales_at (LINES,), group_scales_at (ROWS,): pointers to the scales of lines and rows for the first INPUTS inputs;
-      group_stride: distance to the next scales of rows.
+      group_stride: distance to the next scales of rows. has_scale (ROWS,): as in `sums_of`.
     """
     sums = tl.zeros((LINES, ROWS), tl.float32)
     at = tl.arange(0, INPUTS)
@@ -120,7 +124,10 @@ def block_segment_sums(
     for start in range(first, end, INPUTS):
         # Loaded before the product, to overlap with it
         scale = tl.load(scales_at)
-        row_scale = tl.load(group_scales_at)
+        if has_scale is None:
+            row_scale = tl.load(group_scales_at)
+        else:
+            row_scale = tl.load(group_scales_at, mask=has_scale, other=0.0)
         if EVEN:
             weight = tl.load(weight_at)
             x = tl.load(x_at)
@@ -138,7 +145,7 @@ def block_segment_sums(
 
 @triton.jit
 def sums_of(
-    weight_at, x_at, from_row, read_row, first, end, inputs,
+    weight_at, x_at, from_row, scale_row, has_scale, first, end, inputs,
     block_scales_ptr, lines_ptr, group_scales_ptr, group_stride,
     SUM: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     LINES: tl.constexpr, ROWS: tl.constexpr, INPUTS: tl.constexpr,
@@ -148,7 +155,9 @@ def sums_of(
     Block scales are applied if lines_ptr is not None.
 
     - weight_at, x_at, SUM, EVEN: as in `segment_sums`.
-    - from_row (LINES,), read_row (ROWS,): the rows of the weight and of x.
+    - from_row (LINES,): the rows of the weight.
+    - scale_row (ROWS,): column of each row's scales in group_scales_ptr. has_scale (ROWS,): False for rows beyond the
+      last one, whose scales are not read; None: all are read.
     - block_scales_ptr, lines_ptr, group_scales_ptr, group_stride: as in `matmul_kernel`.
     """
     if lines_ptr is None:
@@ -156,9 +165,9 @@ def sums_of(
     else:
         block = tl.load(lines_ptr + from_row).to(tl.int64)
         scales_at = block_scales_ptr + block * tl.cdiv(inputs, INPUTS)
-        group_scales_at = group_scales_ptr + read_row
+        group_scales_at = group_scales_ptr + scale_row
         return block_segment_sums(
-            weight_at, x_at, scales_at, group_scales_at, first, end, inputs, group_stride.to(tl.int64),
+            weight_at, x_at, scales_at, group_scales_at, has_scale, first, end, inputs, group_stride.to(tl.int64),
             EVEN, LINES, ROWS, INPUTS,
         )  # fmt: skip
 
@@ -190,12 +199,18 @@ def matmul_kernel(
     weight_at = weight_ptr + from_row[:, None] * stride_weight + at[None, :]
     read_row = tl.minimum(row, rows - 1)
     x_at = x_ptr + read_row.to(tl.int64)[None, :] * stride_x + at[:, None]
+    # Counted from the tile's first row, all scales of a thread have constant distances to one address. One address for
+    # each scale would exceed the registers
+    scale_row = tl.arange(0, ROWS)
+    has_scale = scale_row < rows - row_tile * ROWS
+    if group_scales_ptr is not None:
+        group_scales_ptr += row_tile * ROWS
     if IN_TURN:
         sums = tl.zeros((LINES, ROWS), SUM)
         for first in range(0, inputs, segment * INPUTS):
             end = tl.minimum(first + segment * INPUTS, inputs)
             sums += sums_of(
-                weight_at, x_at, from_row, read_row, first, end, inputs,
+                weight_at, x_at, from_row, scale_row, has_scale, first, end, inputs,
                 block_scales_ptr, lines_ptr, group_scales_ptr, group_stride,
                 SUM, EVEN, PRECISION, LINES, ROWS, INPUTS,
             )  # fmt: skip
@@ -203,7 +218,7 @@ def matmul_kernel(
         first = tl.program_id(1) * segment * INPUTS
         end = tl.minimum(first + segment * INPUTS, inputs)
         sums = sums_of(
-            weight_at, x_at, from_row, read_row, first, end, inputs,
+            weight_at, x_at, from_row, scale_row, has_scale, first, end, inputs,
             block_scales_ptr, lines_ptr, group_scales_ptr, group_stride,
             SUM, EVEN, PRECISION, LINES, ROWS, INPUTS,
         )  # fmt: skip
@@ -245,6 +260,30 @@ def finish(
     - scales_ptr, row_scales_ptr, bias_ptr: scales of outputs and rows, and bias; each may be None.
     - rows, outputs: numbers of rows of x and outputs of the weight; values of the tile beyond them are not written.
     """
+    if LINES * ROWS > FINISHED_SUMS:
+        left, right = tl.split(tl.permute(tl.reshape(sums, (LINES, 2, ROWS // 2)), (0, 2, 1)))
+        left_row, right_row = tl.split(tl.permute(tl.reshape(row, (2, ROWS // 2)), (1, 0)))
+        finish_part(
+            left, first_line, left_row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
+            ACTIVATION, LINES, ROWS // 2,
+        )  # fmt: skip
+        finish_part(
+            right, first_line, right_row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
+            ACTIVATION, LINES, ROWS // 2,
+        )  # fmt: skip
+    else:
+        finish_part(
+            sums, first_line, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
+            ACTIVATION, LINES, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def finish_part(
+    sums, first_line, row, scales_ptr, row_scales_ptr, bias_ptr, y_ptr, rows, outputs, stride_y,
+    ACTIVATION: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Finish and write sums (LINES, ROWS), with the arguments of `finish`."""
     line = first_line + tl.arange(0, LINES)
     from_row = weight_row(line, outputs, ACTIVATION)
     values = sums.to(tl.float32)

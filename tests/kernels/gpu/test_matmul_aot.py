@@ -13,7 +13,7 @@ import torch
 from batchinfer_kernels.gated_activation import Activation
 from batchinfer_kernels.gpu.grouped_matmul import grouped_matmul
 from tests.examples import first_of
-from tests.kernels.gpu.aot import NVIDIA, TARGETS, Compiled, compile_launch
+from tests.kernels.gpu.aot import NVIDIA, STACK_LIMIT, TARGETS, Compiled, compile_launch
 from tests.kernels.gpu.matmul_cases import processors_of
 from tests.kernels.gpu.pairs import each_first, every_pair
 
@@ -24,6 +24,7 @@ FLOAT8 = ("fp8", "block_fp8")
 SEVERAL = ("plain", "int4_64_zeros", *FLOAT8, "int8")
 WIDENED = ("int4_32", "int4_64", "int4_64_zeros", "int4_128")
 FEW, MANY = 8, 600
+ADDRESSES_PUT_ASIDE = 160  # bytes of stack
 ALL_ROWS = (FEW, 32, 64, 256, MANY)
 # Outputs, inputs. ODD: no whole tiles, nothing at multiples of 16 bytes. DEEP: of several segments. RANKS: of a rank's
 # part of the tokens
@@ -62,12 +63,13 @@ def compiled(
     deterministic: bool = False,
     activation: str | None = None,
     processors: int = 1,
+    stack: int = STACK_LIMIT,
 ) -> Compiled:
     """Return the compiled product, after checking all other kernels of the launch."""
     arguments = (way, dtype, rows, *sizes, deterministic, activation, processors)
     found = compile_launch(LAUNCH, arguments, target)
     for kernel in found:
-        kernel.check(may_wait(way, rows))
+        kernel.check(may_wait(way, rows), stack)
     (matmul,) = [kernel for kernel in found if kernel.kernel.removeprefix("_coded_") == "matmul_kernel"]
     if dtype != "float32":
         assert_multiplies(matmul, target, way)
@@ -127,6 +129,26 @@ def test_products_that_may_wait_do() -> None:
 def test_scales_of_blocks_leave_tiles_in_flight(target: str, rows: int, deterministic: bool) -> None:
     found = compiled(target, "block_fp8", rows, deterministic=deterministic, activation="silu")
     assert_leaves_tiles_in_flight(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100"])
+def test_scales_of_blocks_in_segments(target: str) -> None:
+    """On 9.0, a tile's sums of all segments and of the current one fill the registers.
+
+    Addresses are put aside, and read again once per segment of at least 512 inputs.
+    """
+    stack = ADDRESSES_PUT_ASIDE if target == "sm_90" else STACK_LIMIT
+    compiled(
+        target,
+        "block_fp8",
+        MANY,
+        DEEP,
+        deterministic=True,
+        activation="silu",
+        processors=PROCESSORS,
+        stack=stack,
+    )
 
 
 @pytest.mark.slow
