@@ -119,8 +119,10 @@ class _Worker:
         own = self._read_loads()
         self._ranks.finish()
         loads = {**self._ranks.expert_tokens, **own}
-        uses = () if self._account is None else (self._account.use(), *self._ranks.uses)
-        peak_rss = peak_memory() + sum(self._ranks.peaks)
+        use = None if self._account is None else self._account.use()
+        uses = () if use is None else (use, *self._ranks.uses)
+        own_peak = peak_memory() if use is None else use.peak_rss_bytes
+        peak_rss = own_peak + sum(self._ranks.peaks)
         self._connection.send(Left(peak_rss, others, loads, tuple(sorted(uses, key=attrgetter("rank")))))
 
     def _work(self) -> None:

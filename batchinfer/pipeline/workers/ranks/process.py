@@ -9,7 +9,6 @@ from typing import Any
 
 from batchinfer.engine.ranks.division import RankConfig
 from batchinfer.machine.garbage import freeze_existing_objects
-from batchinfer.machine.memory import peak_memory
 from batchinfer.machine.spawning import receiving
 from batchinfer.pipeline.workers.endings import failure, leave, restrict_process
 from batchinfer.pipeline.workers.loading import RankLoading
@@ -46,8 +45,8 @@ def _follow(follower: Any, connection: ParentConnection) -> None:
         with receiving():
             message = connection.recv()
         if isinstance(message, Finish):
-            account = follower.account
-            connection.send(Left(peak_memory(), None, account.read_loads(), (account.use(waited_s),)))
+            loads, use = follower.account.read_loads(), follower.account.use(waited_s)
+            connection.send(Left(use.peak_rss_bytes, None, loads, (use,)))
             return
         waited_s += 0.0 if began is None else time.perf_counter() - began
         follower.run(message)
