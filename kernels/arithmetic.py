@@ -57,6 +57,11 @@ class WeightForm:
         """Return True if the weight is quantised; False for a sparse weight."""
         return self.codes != "sparse"
 
+    @property
+    def hadamard(self) -> bool:
+        """Return True if inputs are transformed before they are quantised; see batchinfer_kernels.quantized_linear."""
+        return self.codes == "int8" and not self.stored
+
     def value_bytes(self, itemsize: int) -> float:
         """Return the bytes that the weight takes per value of the unpacked matrix.
 

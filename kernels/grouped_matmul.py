@@ -23,6 +23,7 @@ def grouped_matmul_reference(
     scales: Tensor | None = None,
     lines: Tensor | None = None,
     activation: Activation | None = None,
+    hadamard: bool = False,
 ) -> Tensor:
     """Multiply each row of x by the weight of its group: (R, N), or (R, N / 2) with an activation.
 
@@ -39,6 +40,7 @@ def grouped_matmul_reference(
         lines: (N,) int32, BlockWeight.lines, the same for all groups, for float8_e4m3fn weights with one scale per
             block.
         activation: gated activation of the result, or None.
+        hadamard: True if an int8 weight was transformed; see `quantize_weight`.
 
     Raises:
         ValueError: If shapes or dtypes do not match.
@@ -55,8 +57,11 @@ def grouped_matmul_reference(
         elif lines is not None:
             sums = block_fp8_matmul_reference(rows.float(), BlockWeight(matrix, scales[expert], lines))
         else:
-            coded = fp8_matmul_reference if matrix.dtype == FP8 else quantized_linear_reference
-            sums = coded(rows.float(), matrix, scales[expert])
+            given = rows.float(), matrix, scales[expert]
+            fp8 = matrix.dtype == FP8
+            sums = (
+                fp8_matmul_reference(*given) if fp8 else quantized_linear_reference(*given, hadamard=hadamard)
+            )
         added = None if bias is None else bias[expert]
         y[first:end] = finish_product(sums, added, x.dtype, activation)
     return y

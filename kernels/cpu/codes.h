@@ -20,23 +20,16 @@ INLINE void put_code(uint8_t *codes, int64_t input, int32_t code) {
     if (WIDE_CODES) codes[at * CODE_BYTES + 1] = 0;
 }
 
-/* Stores the quantised values of twice LANES inputs, from the lowest bytes of `a` and `b`. The inputs are in order or,
- * if `apart` (a constant), the even ones and the odd ones. `past` (a constant): bypass the caches as in streams.h. */
-INLINE void put_codes(uint8_t *codes, vi a, vi b, const int apart, const int past) {
+/* Stores the quantised values of twice LANES consecutive inputs, from the lowest bytes of `a` and `b`. `past` (a
+ * constant): bypass the caches as in streams.h. */
+INLINE void put_codes(uint8_t *codes, vi a, vi b, const int past) {
 #if WIDE_CODES
-    /* the lowest bytes of each four lanes, in the order of a row if all four are from one segment */
-    const __m256i bytes = _mm256_set1_epi64x((int64_t)(apart ? 0x800c800880048000 : 0x800c800480088000));
-    __m256i first = _mm256_shuffle_epi8((__m256i)a, bytes), second = _mm256_shuffle_epi8((__m256i)b, bytes), words;
-    if (apart)
-        words = _mm256_unpacklo_epi32(first, second);
-    else
-        words = _mm256_permute4x64_epi64(_mm256_unpacklo_epi64(first, second), 0xd8);
+    const __m256i bytes = _mm256_set1_epi64x((int64_t)0x800c800480088000); /* the lowest bytes of each four lanes */
+    __m256i first = _mm256_shuffle_epi8((__m256i)a, bytes), second = _mm256_shuffle_epi8((__m256i)b, bytes);
+    __m256i words = _mm256_permute4x64_epi64(_mm256_unpacklo_epi64(first, second), 0xd8);
     past ? stream_words(codes, (vi)words) : _mm256_storeu_si256((__m256i *)codes, words);
 #else
-    if (apart) {
-        vi both = (a & 0xff) | (b << 8);
-        past ? stream_halves((uint16_t *)codes, both) : store_halves((uint16_t *)codes, both);
-    } else if (past) {
+    if (past) {
         stream_bytes(codes, a), stream_bytes(codes + LANES, b);
     } else {
         store_bytes(codes, a), store_bytes(codes + LANES, b);

@@ -48,6 +48,7 @@ from batchinfer_kernels.latent_attention import check_latent_attention
 from batchinfer_kernels.low_rank import AdaptedRows
 from batchinfer_kernels.mask import check_mask
 from batchinfer_kernels.mxfp4 import GROUP, check_mxfp4
+from batchinfer_kernels.quantized_linear import hadamard_size
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.tiles import TileWay
 
@@ -63,8 +64,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "gate": [_POINTER] * 2 + [_LONG] * 3,
     "activate": [_POINTER] * 2 + [_LONG] * 3,
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
-    "round_int8": [_POINTER] + [_LONG] * 2 + [_POINTER] * 2,
-    "pack_int8": [_POINTER] + [_LONG] * 3 + [_POINTER] * 3,
+    "round_int8": [_POINTER] + [_LONG] * 3 + [_POINTER] * 2,
+    "pack_int8": [_POINTER] + [_LONG] * 4 + [_POINTER] * 3,
     "round_int4": [_POINTER] + [_LONG] * 4 + [_POINTER] * 5,
     "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
@@ -150,8 +151,12 @@ class CompiledOperators(CachedOperators):
         self._call("pack_linear", weight, weight.contiguous(), outputs, inputs, is_gated(kind), panels)
         return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind)
 
-    def round_int8(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise a weight (outputs, inputs) to int8 with one scale per output, as `quantize_weight` does.
+    def round_int8(self, weight: Tensor, hadamard: bool = False) -> tuple[Tensor, Tensor]:
+        """Quantise a weight to int8 with one scale per output, as `quantize_weight` does.
+
+        Args:
+            weight: (outputs, inputs).
+            hadamard: True to quantise the Hadamard transform of the weight.
 
         Returns:
             Quantised values (outputs, inputs) int8, and scales (outputs,) float32.
@@ -159,11 +164,17 @@ class CompiledOperators(CachedOperators):
         outputs, inputs = _check_weight(weight, None, "plain")
         codes = zeros_in_huge_pages((outputs, inputs), torch.int8)
         scales = torch.empty(outputs, dtype=torch.float32)
-        self._call("round_int8", weight, weight.contiguous(), outputs, inputs, codes, scales)
+        block = hadamard_size(inputs) if hadamard else 0
+        self._call("round_int8", weight, weight.contiguous(), outputs, inputs, block, codes, scales)
         return codes, scales
 
     def pack_codes(
-        self, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: Kind = "plain"
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        kind: Kind = "plain",
+        hadamard: bool = False,
     ) -> PackedWeight:
         """Pack an int8 weight for `linear`.
 
@@ -172,6 +183,7 @@ class CompiledOperators(CachedOperators):
             scales: (outputs,) float32.
             bias: (outputs,), or None.
             kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
+            hadamard: True if the weight was transformed; see `quantize_weight`.
         """
         outputs, inputs = _check_weight(codes, bias, kind)
         order = self._order(outputs, kind)
@@ -179,11 +191,16 @@ class CompiledOperators(CachedOperators):
         starts = torch.empty(len(order), dtype=torch.int32)
         arguments = (codes.contiguous().data_ptr(), outputs, inputs, is_gated(kind))
         self._common["pack_codes"](*arguments, panels.data_ptr(), starts.data_ptr())
-        ordered = _reordered(scales.float(), order)
-        return PackedWeight(panels, _reordered(bias, order), (outputs, inputs), kind, starts, ordered)
+        block = hadamard_size(inputs) if hadamard else 0
+        columns = starts, _reordered(scales.float(), order)
+        return PackedWeight(
+            panels, _reordered(bias, order), (outputs, inputs), kind, *columns, hadamard=block
+        )
 
     def pack_rounded_int8(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
-        """Quantise a weight to int8 and pack it, with the same bits as `round_int8` and `pack_codes`.
+        """Quantise the Hadamard transform of a weight to int8 and pack it.
+
+        The bits are those of `round_int8` and `pack_codes`.
 
         Args:
             weight: (outputs, inputs).
@@ -192,8 +209,8 @@ class CompiledOperators(CachedOperators):
         """
         shape, order = _check_weight(weight, bias, kind), self._order(len(weight), kind)
         panels = self._pages.zeros(len(order) * padded(shape[1]), torch.int8)
-        columns = self._rounded_int8(weight, kind, panels)
-        return PackedWeight(panels, _reordered(bias, order), shape, kind, *columns)
+        columns, block = self._rounded_int8(weight, kind, panels), hadamard_size(shape[1])
+        return PackedWeight(panels, _reordered(bias, order), shape, kind, *columns, hadamard=block)
 
     def pack_rounded_expert_int8(
         self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain"
@@ -210,14 +227,15 @@ class CompiledOperators(CachedOperators):
         panels = self._pages.zeros(count * len(order) * padded(inputs), torch.int8).view(count, -1)
         columns = [self._rounded_int8(weight[e], kind, panels[e]) for e in range(count)]
         starts, scales = (torch.stack(each) for each in zip(*columns, strict=True))
-        return PackedExperts(panels, _reordered(bias, order), shape, kind, starts, scales)
+        made, block = (starts, scales), hadamard_size(inputs)
+        return PackedExperts(panels, _reordered(bias, order), shape, kind, *made, hadamard=block)
 
     def _rounded_int8(self, weight: Tensor, kind: Kind, panels: Tensor) -> tuple[Tensor, Tensor]:
         (outputs, inputs), gated = weight.shape, is_gated(kind)
         columns = int(self._common["packed_columns"](outputs, gated))
         starts, scales = torch.empty(columns, dtype=torch.int32), torch.empty(columns)
-        made = (panels, starts, scales)
-        self._call("pack_int8", weight, weight.contiguous(), outputs, inputs, gated, *made)
+        sizes, made = (outputs, inputs, gated, hadamard_size(inputs)), (panels, starts, scales)
+        self._call("pack_int8", weight, weight.contiguous(), *sizes, *made)
         return starts, scales
 
     def pack_int4(
@@ -418,7 +436,12 @@ class CompiledOperators(CachedOperators):
         return PackedExperts(panels, _reordered(bias, order), (count, outputs, inputs), kind)
 
     def pack_expert_codes(
-        self, codes: Tensor, scales: Tensor, bias: Tensor | None, kind: Kind = "plain"
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        kind: Kind = "plain",
+        hadamard: bool = False,
     ) -> PackedExperts:
         """Pack the int8 weights of several experts.
 
@@ -427,6 +450,7 @@ class CompiledOperators(CachedOperators):
             scales: (experts, outputs) float32.
             bias: (experts, outputs), or None.
             kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
+            hadamard: True if the weights were transformed; see `quantize_weight`.
         """
         count, outputs, inputs = _check_experts(codes, bias, kind)
         order = self._order(outputs, kind)
@@ -435,8 +459,9 @@ class CompiledOperators(CachedOperators):
         for expert in range(count):
             arguments = (codes[expert].contiguous().data_ptr(), outputs, inputs, is_gated(kind))
             self._common["pack_codes"](*arguments, panels[expert].data_ptr(), starts[expert].data_ptr())
-        ordered = _reordered(scales.float(), order)
-        return PackedExperts(panels, _reordered(bias, order), (count, outputs, inputs), kind, starts, ordered)
+        columns, block = (starts, _reordered(scales.float(), order)), hadamard_size(inputs) if hadamard else 0
+        shape = (count, outputs, inputs)
+        return PackedExperts(panels, _reordered(bias, order), shape, kind, *columns, hadamard=block)
 
     def pack_expert_mxfp4(
         self, codes: Tensor, exponents: Tensor, bias: Tensor | None, kind: Kind = "plain"

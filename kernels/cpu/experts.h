@@ -66,7 +66,7 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
     const int in_tiles = NAME(in_tiles)(first);
     Waiting waiting;
     begin_waiting(&waiting);
-    if (first->starts) NAME(team_quantize)(x, first->inputs, codes, row_scales, starts[experts]);
+    if (first->starts) NAME(team_quantize)(x, first, codes, row_scales, starts[experts]);
 #pragma omp for schedule(guided, 1) nowait
     for (int64_t at = 0; at < blocks[experts] * panels; at++) {
         int64_t e = 0, end = experts;

@@ -67,6 +67,8 @@ class PackedWeight:
         scales: scale of each column, or of each column and group.
         zeros: -scale × zero point of each column and group, or None.
         group: number of inputs of a column that share a scale, for int4; else 0.
+        hadamard: number of inputs in a block of the Hadamard transform of the weight and of its activations. 0: neither
+            is transformed.
     """
 
     def __init__(
@@ -79,12 +81,13 @@ class PackedWeight:
         scales: Tensor | None = None,
         zeros: Tensor | None = None,
         group: int = 0,
+        hadamard: int = 0,
     ) -> None:
         self.outputs, self.inputs = shape
         self.kind, self.panels = kind, panels
         self._kept = (bias, starts, scales, zeros)
         addresses = (address(tensor) for tensor in (panels, bias, starts, scales))
-        self.structure = Weight(*addresses, *shape, address(zeros), group)
+        self.structure = Weight(*addresses, *shape, address(zeros), group, hadamard=hadamard)
 
     @property
     def columns(self) -> int:
@@ -122,6 +125,7 @@ class PackedExperts(PackedWeight):
         scales: as in PackedWeight, one row per expert; for MXFP4 the exponents (mxfp4.h).
         group: as in PackedWeight; 32 for MXFP4.
         zeros: as in PackedWeight, one row per expert.
+        hadamard: as in PackedWeight.
     """
 
     def __init__(
@@ -134,8 +138,9 @@ class PackedExperts(PackedWeight):
         scales: Tensor | None = None,
         group: int = 0,
         zeros: Tensor | None = None,
+        hadamard: int = 0,
     ) -> None:
-        super().__init__(panels, bias, shape[1:], kind, starts, scales, zeros, group)
+        super().__init__(panels, bias, shape[1:], kind, starts, scales, zeros, group, hadamard)
         self.count = shape[0]
 
     def wide_bytes(self, itemsize: int) -> int:

@@ -34,6 +34,7 @@ typedef struct {
     const float *added; /* what adapters add to results, or NULL: (rows with an adapter, outputs), plus the width of a panel */
     const int64_t *added_places; /* for each row of x: its row of `added`, counted from `added_first` on; below that: none */
     int64_t added_first;
+    int64_t hadamard; /* inputs per block of the Hadamard transform; 0: the weight is not transformed */
 } Weight;
 
 INLINE int64_t panels_of(int64_t outputs, int gated) {

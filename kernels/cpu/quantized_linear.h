@@ -1,23 +1,77 @@
 /* Matrix products in int8: weights signed, with a scale per output; activations unsigned (zero point 128), with a scale
  * per row; included once per dtype. Sums are exact integers, so a row's result depends only on the row. Panels are as
  * in linear.h, with four values per word. Since sum((x + 128) w) = sum(x w) + 128 sum(w), each sum starts at -128 times
- * the sum of its output's weights. */
+ * the sum of its output's weights. A weight with `hadamard` multiplies transformed rows, as in quantized_linear.py. */
+
+#define HADAMARD 64 /* the largest block of the Hadamard transform; as in quantized_linear.py */
+
+/* 1 and -1: at `distance` - 1, for the sums and the differences of lanes that are `distance` apart. */
+static const float hadamard_signs[8][16] = {
+    [0] = {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1},
+    [1] = {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
+    [3] = {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+    [7] = {1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
+};
+
+/* Replaces each pair of lanes `distance` (a constant) apart by its sum and its difference. */
+INLINE void transform_lanes(vf v[HADAMARD / LANES], const int distance) {
+    if (distance >= LANES) return;
+    vf signs = load_f32(hadamard_signs[distance - 1]);
+    for (int i = 0; i < HADAMARD / LANES; i++) v[i] = fused(v[i], signs, exchanged(v[i], distance));
+}
+
+/* Replaces each pair of vectors `distance` (a constant) apart by its sum and its difference. */
+INLINE void transform_vectors(vf v[HADAMARD / LANES], const int distance) {
+    for (int i = 0; distance < HADAMARD / LANES && i < HADAMARD / LANES; i++) {
+        vf first = v[i], second = v[i ^ distance];
+        if (!(i & distance)) v[i] = first + second, v[i ^ distance] = first - second;
+    }
+}
+
+/* Transforms a block of HADAMARD values: adds and subtracts neighbours, then pairs, at last both halves. */
+INLINE void transform_block(vf v[HADAMARD / LANES]) {
+    transform_lanes(v, 1), transform_lanes(v, 2), transform_lanes(v, 4), transform_lanes(v, 8);
+    transform_vectors(v, 1), transform_vectors(v, 2), transform_vectors(v, 4), transform_vectors(v, 8);
+}
+
+/* Converts `count` values to floats. `block`: transforms each block of as many values; `count` is a multiple. */
+INLINE void NAME(load_floats)(const REAL *x, int64_t count, int64_t block, float *to) {
+    int64_t i = 0;
+    for (; block == HADAMARD && i < count; i += HADAMARD) {
+        vf v[HADAMARD / LANES];
+        for (int n = 0; n < HADAMARD / LANES; n++) v[n] = LOADV(x + i + n * LANES);
+        transform_block(v);
+        for (int n = 0; n < HADAMARD / LANES; n++) store_f32(to + i + n * LANES, v[n]);
+    }
+    for (; i + LANES <= count; i += LANES) store_f32(to + i, LOADV(x + i));
+    for (; i < count; i++) to[i] = LOAD(x[i]);
+    for (int64_t distance = 1; block < HADAMARD && distance < block; distance *= 2)
+        for (int64_t n = 0; n < count; n++)
+            if (!(n & distance)) {
+                float first = to[n], second = to[n + distance];
+                to[n] = first + second, to[n + distance] = first - second;
+            }
+}
+
+#define KEPT_FLOATS 8192 /* of a row, 32 KiB; longer rows are converted twice */
 
 /* Returns the largest magnitude of a row; infinite or NaN if a value is. Compares integers, which sort like the
- * magnitudes. */
-INLINE float NAME(greatest_size)(const REAL *x, int64_t inputs) {
+ * magnitudes. `kept`: receives the floats of the row, or of its last KEPT_FLOATS values. */
+INLINE float NAME(greatest_size)(const REAL *x, int64_t inputs, int64_t block, float *kept) {
     vi tops = splat_word(0);
-    int64_t i = 0;
-    for (; i + 2 * LANES <= inputs; i += 2 * LANES) {
-        Twin v = NAME(load_twin)(x + i);
-        tops = larger_word(larger_word(tops, (vi)v.a & 0x7fffffff), (vi)v.b & 0x7fffffff);
+    int32_t most = 0, bits;
+    for (int64_t from = 0; from < inputs; from += KEPT_FLOATS) {
+        int64_t i = 0, count = inputs - from < KEPT_FLOATS ? inputs - from : KEPT_FLOATS;
+        NAME(load_floats)(x + from, count, block, kept);
+        for (; i + LANES <= count; i += LANES) tops = larger_word(tops, *(const vi *)(kept + i) & 0x7fffffff);
+        for (; i < count; i++) {
+            memcpy(&bits, kept + i, 4);
+            bits &= 0x7fffffff;
+            most = bits > most ? bits : most;
+        }
     }
-    int32_t most = largest_word(tops), bits;
-    for (; i < inputs; i++) {
-        float size = fabsf(LOAD(x[i]));
-        memcpy(&bits, &size, 4);
-        most = bits > most ? bits : most;
-    }
+    bits = largest_word(tops);
+    most = bits > most ? bits : most;
     float found;
     memcpy(&found, &most, 4);
     return found;
@@ -25,22 +79,26 @@ INLINE float NAME(greatest_size)(const REAL *x, int64_t inputs) {
 
 /* Quantises one row and returns its scale; if a value is not finite, the scale is not finite and the values are
  * arbitrary. */
-INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, uint8_t *codes, const int past) {
-    float most = NAME(greatest_size)(x, inputs), inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
+INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, int64_t block, uint8_t *codes, const int past) {
+    ON_LINES float kept[KEPT_FLOATS];
+    float most = NAME(greatest_size)(x, inputs, block, kept), inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
     float shift = 12582912.0f + 128.0f; /* rounds to nearest even, plus the zero point; the lowest byte is the value */
-    int64_t i = 0;
-    for (; i + 2 * LANES <= inputs; i += 2 * LANES) {
-        Twin v = NAME(load_twin)(x + i);
-        vi a = (vi)fused(v.a, splat(inverse), splat(shift)), b = (vi)fused(v.b, splat(inverse), splat(shift));
-        put_codes(codes + i * CODE_BYTES, a, b, PAIR == 2, past);
+    for (int64_t from = 0; from < inputs; from += KEPT_FLOATS) {
+        int64_t i = 0, count = inputs - from < KEPT_FLOATS ? inputs - from : KEPT_FLOATS;
+        if (inputs > KEPT_FLOATS) NAME(load_floats)(x + from, count, block, kept);
+        for (; i + 2 * LANES <= count; i += 2 * LANES) {
+            vi a = (vi)fused(load_f32(kept + i), splat(inverse), splat(shift));
+            vi b = (vi)fused(load_f32(kept + i + LANES), splat(inverse), splat(shift));
+            put_codes(codes + (from + i) * CODE_BYTES, a, b, past);
+        }
+        for (; i < count; i++) {
+            float shifted = fused_one(kept[i], inverse, shift);
+            int32_t code;
+            memcpy(&code, &shifted, 4);
+            put_code(codes, from + i, code);
+        }
     }
-    for (; i < inputs; i++) {
-        float shifted = fused_one(LOAD(x[i]), inverse, shift);
-        int32_t code;
-        memcpy(&code, &shifted, 4);
-        put_code(codes, i, code);
-    }
-    for (; i < padded(inputs); i++) put_code(codes, i, 0x80);
+    for (int64_t i = inputs; i < padded(inputs); i++) put_code(codes, i, 0x80);
     return most < INFINITY ? most / 127.0f : NAN;
 }
 
@@ -114,19 +172,20 @@ INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales,
 #endif
 }
 
-INLINE void NAME(quantize_rows)(const REAL *x, int64_t inputs, uint8_t *codes, float *row_scales, int64_t rows,
+INLINE void NAME(quantize_rows)(const REAL *x, const Weight *w, uint8_t *codes, float *row_scales, int64_t rows,
                                 const int past) {
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < rows; row++)
-        row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, codes + row * codes_of(inputs), past);
+        row_scales[row] = NAME(quantize_row)(x + row * w->inputs, w->inputs, w->hadamard, codes + row * codes_of(w->inputs), past);
 }
 
-TEAM void NAME(team_quantize)(const REAL *x, int64_t inputs, uint8_t *codes, float *row_scales, int64_t rows) {
-    if (streamed(codes, rows, codes_of(inputs))) {
-        NAME(quantize_rows)(x, inputs, codes, row_scales, rows, 1);
+/* Quantises rows for a product with a weight. */
+TEAM void NAME(team_quantize)(const REAL *x, const Weight *w, uint8_t *codes, float *row_scales, int64_t rows) {
+    if (streamed(codes, rows, codes_of(w->inputs))) {
+        NAME(quantize_rows)(x, w, codes, row_scales, rows, 1);
         end_stream();
     } else {
-        NAME(quantize_rows)(x, inputs, codes, row_scales, rows, 0);
+        NAME(quantize_rows)(x, w, codes, row_scales, rows, 0);
     }
 #pragma omp barrier
 }
@@ -137,7 +196,7 @@ TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, u
     int64_t panels = panels_of(w->outputs, is_gated(kind));
     const int in_tiles = TILES && !w->group;
     const RowSplit split = split_quantized_rows(0, rows, w->inputs, w->group);
-    NAME(team_quantize)(x, w->inputs, codes, row_scales, rows);
+    NAME(team_quantize)(x, w, codes, row_scales, rows);
     DONE(CODES);
     Waiting waiting;
 #if TILES

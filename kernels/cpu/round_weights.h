@@ -8,47 +8,46 @@
 #endif
 #define NEAREST 12582912.0f /* adding it to a number below 2^22 leaves the nearest integer, ties to even, in the lowest bits */
 
-/* Returns the scale of one output, and its inverse, which is 0 if all its values become 0. */
-INLINE float NAME(scale_of_row)(const REAL *x, int64_t inputs, float *inverse) {
-    float most = NAME(greatest_size)(x, inputs);
+/* Returns the scale of one output, and its inverse, which is 0 if all its values become 0. `block`: inputs per block of
+ * the Hadamard transform, or 0. */
+INLINE float NAME(scale_of_row)(const REAL *x, int64_t inputs, int64_t block, float *inverse) {
+    ON_LINES float kept[KEPT_FLOATS];
+    float most = NAME(greatest_size)(x, inputs, block, kept);
     *inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
     if (!(*inverse < INFINITY)) *inverse = 0.0f;
-    return most < INFINITY ? most / 127.0f : NAN;
+    return most < INFINITY ? most / 127.0f / (block ? block : 1) : NAN;
 }
 
-/* Quantises `count` values of an output. */
-INLINE void NAME(round_values)(const REAL *x, int64_t count, float inverse, int8_t *codes) {
+/* Quantises `count` values of an output, at most RUN, which is a multiple of HADAMARD. */
+INLINE void NAME(round_values)(const REAL *x, int64_t count, int64_t block, float inverse, int8_t *codes) {
+    ON_LINES float values[RUN];
     if (inverse == 0) {
         memset(codes, 0, count);
         return;
     }
+    NAME(load_floats)(x, count, block, values);
     int64_t i = 0;
 #if ROUNDS_ONCE
-    for (; i + 2 * LANES <= count; i += 2 * LANES) {
-        Twin v = NAME(load_twin)(x + i);
-        vi a = (vi)fused(v.a, splat(inverse), splat(NEAREST)), b = (vi)fused(v.b, splat(inverse), splat(NEAREST));
-        if (PAIR == 2)
-            store_halves((uint16_t *)(codes + i), (a & 0xff) | (b << 8));
-        else
-            store_bytes((uint8_t *)codes + i, a), store_bytes((uint8_t *)codes + i + LANES, b);
-    }
+    for (; i + LANES <= count; i += LANES)
+        store_bytes((uint8_t *)codes + i, (vi)fused(load_f32(values + i), splat(inverse), splat(NEAREST)));
 #endif
-    for (; i < count; i++) codes[i] = (int8_t)nearbyint((double)LOAD(x[i]) * inverse);
+    for (; i < count; i++) codes[i] = (int8_t)nearbyint((double)values[i] * inverse);
 }
 
 /* codes: (outputs, inputs); scales: (outputs,). */
-void NAME(round_int8)(const REAL *weight, int64_t outputs, int64_t inputs, int8_t *codes, float *scales) {
+void NAME(round_int8)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t block, int8_t *codes, float *scales) {
 #pragma omp parallel for schedule(dynamic, 16)
     for (int64_t i = 0; i < outputs; i++) {
         float inverse;
-        scales[i] = NAME(scale_of_row)(weight + i * inputs, inputs, &inverse);
-        NAME(round_values)(weight + i * inputs, inputs, inverse, codes + i * inputs);
+        scales[i] = NAME(scale_of_row)(weight + i * inputs, inputs, block, &inverse);
+        for (int64_t from = i * inputs, left = inputs; left > 0; from += RUN, left -= RUN)
+            NAME(round_values)(weight + from, left < RUN ? left : RUN, block, inverse, codes + from);
     }
 }
 
 /* Quantises a weight to int8 and packs it as `pack_codes` does. starts, scales: of each column. */
-void NAME(pack_int8)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t gated, int8_t *packed, int32_t *starts,
-                     float *scales) {
+void NAME(pack_int8)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t gated, int64_t block, int8_t *packed,
+                     int32_t *starts, float *scales) {
     int64_t words = words_of(inputs), panels = panels_of(outputs, gated);
     memset(starts, 0, columns_of(outputs, gated) * sizeof *starts);
 #pragma omp parallel for schedule(dynamic, 4) /* dynamic, because a core may be reading the next layer */
@@ -59,14 +58,14 @@ void NAME(pack_int8)(const REAL *weight, int64_t outputs, int64_t inputs, int64_
             int64_t output = output_of(panel, column, outputs, gated);
             float *scale = scales + panel * PANEL + column;
             rows[column] = output < 0 ? NULL : weight + output * inputs;
-            *scale = output < 0 ? 0.0f : NAME(scale_of_row)(rows[column], inputs, inverses + column);
+            *scale = output < 0 ? 0.0f : NAME(scale_of_row)(rows[column], inputs, block, inverses + column);
         }
         for (int64_t from = 0; from < words; from += RUN / 4) {
             int8_t runs[PANEL][RUN];
             int64_t rest = inputs - from * 4, size = rest < RUN ? rest < 0 ? 0 : rest : RUN;
             for (int64_t column = 0; column < PANEL; column++) {
                 int64_t held = rows[column] ? size : 0;
-                if (held) NAME(round_values)(rows[column] + from * 4, held, inverses[column], runs[column]);
+                if (held) NAME(round_values)(rows[column] + from * 4, held, block, inverses[column], runs[column]);
                 memset(runs[column] + held, 0, RUN - held);
             }
             put_runs(runs, from, words, packed + panel * words * PANEL * 4, starts + panel * PANEL);

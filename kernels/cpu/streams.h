@@ -30,15 +30,7 @@ INLINE void stream_words(void *to, vi words) {
 #endif
 }
 
-/* As store_halves and store_bytes. */
-INLINE void stream_halves(uint16_t *to, vi value) {
-#if STREAMS && LANES == 16
-    _mm256_stream_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)value));
-#else
-    store_halves(to, value);
-#endif
-}
-
+/* As store_bytes. */
 INLINE void stream_bytes(uint8_t *to, vi value) {
 #if STREAMS && LANES == 16
     _mm_stream_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)value));

@@ -22,6 +22,7 @@ class Weight(ctypes.Structure):
         ("group", _L),
         *((name, _P) for name in ("added", "added_places")),
         ("added_first", _L),
+        ("hadamard", _L),
     ]
 
 

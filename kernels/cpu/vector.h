@@ -260,6 +260,30 @@ INLINE Twin load_apart_bf16(const bf16 *from) { return load_twin_bf16(from); }
 INLINE void store_apart_f32(float *to, Twin t) { store_twin_f32(to, in_order(t)); }
 INLINE void store_apart_bf16(bf16 *to, Twin t) { store_twin_bf16(to, t); }
 
+/* Returns the vector with lanes `distance` (a constant power of two below LANES) apart exchanged. */
+INLINE vf exchanged(vf v, const int distance) {
+#if LANES == 16
+    switch (distance) {
+        case 1: return (vf)_mm512_permute_ps((__m512)v, 0xb1);
+        case 2: return (vf)_mm512_permute_ps((__m512)v, 0x4e);
+        case 4: return (vf)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0xb1);
+        default: return (vf)_mm512_shuffle_f32x4((__m512)v, (__m512)v, 0x4e);
+    }
+#elif LANES == 8
+    switch (distance) {
+        case 1: return (vf)_mm256_permute_ps((__m256)v, 0xb1);
+        case 2: return (vf)_mm256_permute_ps((__m256)v, 0x4e);
+        default: return (vf)_mm256_permute2f128_ps((__m256)v, (__m256)v, 1);
+    }
+#elif defined(__aarch64__)
+    return distance == 1 ? (vf)vrev64q_f32((float32x4_t)v) : (vf)vextq_f32((float32x4_t)v, (float32x4_t)v, 2);
+#else
+    vf found;
+    for (int i = 0; i < LANES; i++) found[i] = v[i ^ distance];
+    return found;
+#endif
+}
+
 INLINE vf round_f32(vf value) { return value; }
 
 INLINE vf round_bf16(vf value) { /* to the nearest bfloat16 */

@@ -151,6 +151,7 @@ def grouped_matmul(
     from_rows: Tensor | None = None,
     ends: Tensor | None = None,
     deterministic: bool = False,
+    hadamard: bool = False,
 ) -> Tensor:
     """Multiply rows sorted by expert by the weights of their experts, as `grouped_matmul_reference` does.
 
@@ -167,6 +168,7 @@ def grouped_matmul(
         from_rows: (R,) int64, row r is x[from_rows[r]]; None: x has the R rows.
         ends: `ExpertRows.ends` from gpu.sort_by_expert, the number of tiles of rows up to each expert; None: computed.
         deterministic: True if a row's bits must not depend on the number of rows; see gpu.matmul.
+        hadamard: True if an int8 weight was transformed; see `quantize_weight`.
 
     Returns:
         (R, N), or (R, N / 2) with an activation.
@@ -186,7 +188,7 @@ def grouped_matmul(
         blocks = BlockScales(scales, lines.contiguous(), group_scales)
         scales = None
     elif scales is not None:
-        x, row_scales = _coded_rows(x, kind)
+        x, row_scales = _coded_rows(x, kind, hadamard)
         row_scales = row_scales if from_rows is None else row_scales[from_rows]
     bias = None if bias is None else bias.contiguous()
     given = _Operands(
@@ -203,9 +205,9 @@ def _kind(x: Tensor, weight: Tensor, lines: Tensor | None) -> Kind:
     return "wide" if x.dtype == torch.float32 else "half"
 
 
-def _coded_rows(x: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+def _coded_rows(x: Tensor, kind: Kind, hadamard: bool) -> tuple[Tensor, Tensor]:
     if kind == "int8":
-        return quantize_rows(x)
+        return quantize_rows(x, hadamard)
     _refuse_without_fp8()
     return quantize_rows_fp8(x)
 

@@ -27,6 +27,7 @@ def int8_matmul(
     *,
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
+    hadamard: bool = False,
 ) -> Tensor:
     """Return x W^T + bias for an int8 weight, with x quantised per row: (T, N), or (T, N / 2) with an activation.
 
@@ -39,6 +40,7 @@ def int8_matmul(
         bias: (N,), or None.
         out_dtype: dtype of the result, x's by default.
         activation: gated activation of the result, or None; see `matmul_reference`.
+        hadamard: True if the weight was transformed; see `quantize_weight`.
 
     Raises:
         ValueError: If shapes or dtypes do not match, or there are more than MAX_INPUTS inputs.
@@ -47,7 +49,7 @@ def int8_matmul(
     if x.shape[1] > MAX_INPUTS:
         raise ValueError(f"sums over {x.shape[1]} inputs may overflow; at most {MAX_INPUTS} are supported")
     check_matmul(x, codes.shape, bias, out_dtype, activation)
-    rows, row_scales = quantize_rows(x)
+    rows, row_scales = quantize_rows(x, hadamard)
     operands = Operands(
         rows, codes, len(codes), out_dtype or x.dtype, scales.contiguous(), row_scales, bias, activation
     )

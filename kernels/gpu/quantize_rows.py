@@ -10,6 +10,7 @@ from torch import Tensor
 from batchinfer_kernels.block_fp8_matmul import GROUP
 from batchinfer_kernels.gpu.checks import check_same_dtype, unit_columns
 from batchinfer_kernels.gpu.sizes import cdiv, next_power_of_2
+from batchinfer_kernels.quantized_linear import hadamard_size
 
 # Rows up to this length are held in registers (16 values per thread with 16 warps); longer ones are read twice
 LONGEST_HELD = 8192
@@ -45,9 +46,25 @@ def inverse_scale(most, MOST: tl.constexpr):
 
 
 @triton.jit
+def hadamard_transform(x, SIZE: tl.constexpr, HADAMARD: tl.constexpr):
+    """Transform each block of HADAMARD of SIZE values, in the stages of the reference, so that the bits are equal.
+
+    HADAMARD 1 changes nothing.
+    """
+    # The stages are unrolled because each has its own shape
+    for stage in tl.static_range(6):
+        if 2 << stage <= HADAMARD:
+            pairs = tl.permute(tl.reshape(x, (SIZE >> (stage + 1), 2, 1 << stage)), (0, 2, 1))
+            first, second = tl.split(pairs)
+            pairs = tl.permute(tl.join(first + second, first - second), (0, 2, 1))
+            x = tl.reshape(pairs, (SIZE,))
+    return x
+
+
+@triton.jit
 def _quantize_rows_kernel(
     x_ptr, codes_ptr, scales_ptr, stride_x, inputs, MOST: tl.constexpr, HELD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, HADAMARD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
@@ -56,6 +73,7 @@ def _quantize_rows_kernel(
     at = tl.arange(0, BLOCK)
     if HELD:
         x = tl.load(x_ptr + at, mask=at < inputs, other=0.0).to(tl.float32)
+        x = hadamard_transform(x, BLOCK, HADAMARD)
         size = tl.abs(x)
         # NaN counts as infinity, because a maximum would ignore it
         most = tl.max(tl.where(size <= infinity, size, infinity), 0)
@@ -66,12 +84,14 @@ def _quantize_rows_kernel(
         tops = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, inputs, BLOCK):
             x = tl.load(x_ptr + start + at, mask=start + at < inputs, other=0.0).to(tl.float32)
+            x = hadamard_transform(x, BLOCK, HADAMARD)
             size = tl.abs(x)
             tops = tl.maximum(tops, tl.where(size <= infinity, size, infinity))
         inverse, scale = inverse_scale(tl.max(tops, 0), MOST)
         for start in range(0, inputs, BLOCK):
             mask = start + at < inputs
             x = tl.load(x_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
+            x = hadamard_transform(x, BLOCK, HADAMARD)
             x = tl.where(tl.abs(x) < infinity, x, 0.0)
             codes = codes_of(x, inverse, codes_ptr.dtype.element_ty, MOST)
             tl.store(codes_ptr + start + at, codes, mask=mask)
@@ -96,13 +116,17 @@ def _quantize_groups_kernel(
     tl.store(scales_ptr + group.to(tl.int64) * stride_scales + row, scale, mask=group * GROUP < inputs)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, hadamard: bool = False) -> tuple[Tensor, Tensor]:
     """Quantise x (T, K) to int8 with one scale per row: x ≈ values × scales[:, None]. Rows may be strided.
+
+    Args:
+        x: (T, K).
+        hadamard: True to quantise the Hadamard transform of x; see batchinfer_kernels.quantized_linear.
 
     Returns:
         Values (T, K) int8 and scales (T,) float32.
     """
-    return _quantized(x, torch.int8, 127.0)
+    return _quantized(x, torch.int8, 127.0, hadamard_size(x.shape[-1]) if hadamard else 1)
 
 
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +157,7 @@ def quantize_groups_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def _quantized(x: Tensor, dtype: torch.dtype, most: float) -> tuple[Tensor, Tensor]:
+def _quantized(x: Tensor, dtype: torch.dtype, most: float, hadamard: int = 1) -> tuple[Tensor, Tensor]:
     _check(x)
     rows, inputs = x.shape
     codes = torch.empty(rows, inputs, dtype=dtype, device=x.device)
@@ -143,7 +167,7 @@ def _quantized(x: Tensor, dtype: torch.dtype, most: float) -> tuple[Tensor, Tens
         block = next_power_of_2(max(16, inputs)) if held else LONGEST_HELD // 2
         sizes = (x.stride(0), inputs)
         _quantize_rows_kernel[(rows,)](
-            x, codes, scales, *sizes, MOST=most, HELD=held, BLOCK=block,
+            x, codes, scales, *sizes, MOST=most, HELD=held, BLOCK=block, HADAMARD=hadamard,
             num_warps=min(16, max(1, block // 512)), enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales

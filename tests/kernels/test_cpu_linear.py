@@ -95,23 +95,24 @@ def assert_near(got, product, kind, dtype, step=0.0):
     seed=st.integers(0, 2**16),
     dtype=st.sampled_from(DTYPES),
     rows=st.sampled_from([1, 5, 6, 7, 40]),
-    inputs=st.sampled_from([1, 3, 4, 31, 64, 130]),
+    inputs=st.sampled_from([1, 3, 4, 31, 64, 130, 192, 8256]),
     outputs=st.sampled_from([2, 62, 64, 130]),
     kind=st.sampled_from(["plain", "float", *GATES, *CURVES]),
     biased=st.booleans(),
+    hadamard=st.booleans(),
 )
 @settings(max_examples=examples(30, 120), deadline=None)
-def test_int8_equals_its_reference(tiles, seed, dtype, rows, inputs, outputs, kind, biased):
+def test_int8_equals_its_reference(tiles, seed, dtype, rows, inputs, outputs, kind, biased, hadamard):
     torch.manual_seed(seed)
     compiled = operators(tiles)
     x, weight = (torch.randn(rows, inputs) * 3).to(dtype), torch.randn(outputs, inputs).to(dtype)
     x[0] = 0.0
     bias = torch.randn(outputs).to(dtype) if biased else None
-    codes, scales = quantize_weight(weight)
-    got = compiled.linear(x, compiled.pack_codes(codes, scales, bias, kind))
+    codes, scales = quantize_weight(weight, hadamard)
+    got = compiled.linear(x, compiled.pack_codes(codes, scales, bias, kind, hadamard))
     # Without fused multiply-add, a value between two quantised values may be rounded to the other one
     step = 0.0 if compiled.lanes >= AVX2_LANES else 2.2 * x.abs().max() / 127 * weight.abs().max()
-    assert_near(got, quantized_linear_reference(x.float(), codes, scales, bias), kind, dtype, step)
+    assert_near(got, quantized_linear_reference(x.float(), codes, scales, bias, hadamard), kind, dtype, step)
 
 
 @pytest.mark.sample(4)

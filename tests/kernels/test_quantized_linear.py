@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from batchinfer_kernels import quantized_linear
-from batchinfer_kernels.quantized_linear import quantize_rows, quantize_weight, quantized_linear_reference
+from batchinfer_kernels.quantized_linear import (
+    hadamard_size,
+    hadamard_transform,
+    quantize_rows,
+    quantize_weight,
+    quantized_linear_reference,
+)
 from tests.kernels.refused import assert_refused
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,6 +33,27 @@ def test_codes_are_within_half_a_step(dtype: torch.dtype, rows: int, columns: in
     assert codes.abs().amax(1).eq(127).all()
     error = (codes * scales[:, None] - weight.float()).abs().amax(1)
     assert error.le(scales * 0.5001).all()
+
+
+@pytest.mark.parametrize(("columns", "block"), [(1, 1), (6, 2), (96, 32), (576, 64)])
+def test_the_hadamard_transform_multiplies_blocks_by_a_matrix(columns: int, block: int) -> None:
+    x = random(3, columns, dtype=torch.float32)
+    ones = torch.tensor([[bin(i & j).count("1") % 2 for j in range(block)] for i in range(block)])
+    matrix = torch.block_diag(*[1.0 - 2.0 * ones] * (columns // block))
+    assert hadamard_size(columns) == block
+    torch.testing.assert_close(hadamard_transform(x), x @ matrix)
+
+
+def test_the_hadamard_transform_keeps_products_and_reduces_the_error_of_large_channels() -> None:
+    x, weight = random(20, 192, dtype=torch.float32), random(30, 192, dtype=torch.float32, seed=1)
+    x[:, 7] *= 50
+    exact = x.double() @ weight.double().T
+    errors = [
+        (quantized_linear_reference(x, *quantize_weight(weight, hadamard), hadamard=hadamard) - exact).norm()
+        for hadamard in (False, True)
+    ]
+    assert errors[1] < 0.5 * errors[0]
+    assert errors[1] < 0.01 * exact.norm()
 
 
 def test_ties_go_to_the_even_code() -> None:

@@ -63,20 +63,22 @@ def strange(weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("inputs", [16, 63, 96, 1000])
+@pytest.mark.parametrize("inputs", [16, 63, 96, 320, 1000])
 def test_int8(compiled: CompiledOperators, dtype: torch.dtype, inputs: int) -> None:
     weight = strange(torch.randn(500, inputs, generator=torch.Generator().manual_seed(inputs)))
     weight = weight.to(dtype)
-    assert_same_bits(compiled.round_int8(weight), quantize_weight(weight))
     turned = weight.T
-    assert_same_bits(compiled.round_int8(turned), quantize_weight(turned.contiguous()))
+    for hadamard in (False, True):
+        assert_same_bits(compiled.round_int8(weight, hadamard), quantize_weight(weight, hadamard))
+        wanted = quantize_weight(turned.contiguous(), hadamard)
+        assert_same_bits(compiled.round_int8(turned, hadamard), wanted)
     for kind, part in (("plain", weight), ("gated", weight[:334]), ("plain", turned)):
         assert_packed_in_int8(compiled, part, kind)
 
 
 def assert_packed_in_int8(compiled: CompiledOperators, weight: Tensor, kind: Kind) -> None:
     """Assert that a weight is rounded and packed like the reference, as one weight and as one of two experts."""
-    wanted = compiled.pack_codes(*quantize_weight(weight.contiguous()), None, kind)
+    wanted = compiled.pack_codes(*quantize_weight(weight.contiguous(), True), None, kind, True)
     both = compiled.pack_rounded_expert_int8(torch.stack([weight, weight.flip(0)]), None, kind)
     for found, at in ((compiled.pack_rounded_int8(weight, None, kind), ...), (both, 0)):
         starts, scales = parts(found)
@@ -122,4 +124,4 @@ def test_weights_of_few_different_values(seed: int, size: float, dtype: torch.dt
     weight = (torch.randint(-6, 7, (60, 64), generator=generator) * size).to(dtype)
     compiled = CompiledOperators()
     assert_packed_alike(compiled, weight, 32)
-    assert_same_bits(compiled.round_int8(weight), quantize_weight(weight))
+    assert_same_bits(compiled.round_int8(weight, True), quantize_weight(weight, True))

@@ -65,9 +65,12 @@ def test_shared_prefixes_change_no_bit(operators, dtype, dim, group, codes):
 def test_a_row_of_a_product_does_not_depend_on_the_others(operators, dtype, inputs):
     torch.manual_seed(inputs)
     x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((18, inputs), (70, inputs), (70,)))
-    codes = quantize_weight(weight)
+    codes = quantize_weight(weight, True)
     for kind in ("plain", "gated"):
-        for packed in (operators.pack_linear(weight, bias, kind), operators.pack_codes(*codes, bias, kind)):
+        for packed in (
+            operators.pack_linear(weight, bias, kind),
+            operators.pack_codes(*codes, bias, kind, True),
+        ):
             together = operators.linear(x, packed)
             for rows in (*range(1, 7), 17):
                 assert torch.equal(operators.linear(x[:rows].contiguous(), packed), together[:rows])
@@ -107,7 +110,7 @@ def test_results_of_many_rows_are_those_of_a_row_alone(operators, dtype, width):
 def test_codes_of_many_rows_are_those_of_a_row_alone(operators, dtype, inputs):
     torch.manual_seed(inputs)
     x, weight = torch.randn(131, inputs).to(dtype), torch.randn(40, inputs).to(dtype)
-    packed = operators.pack_codes(*quantize_weight(weight), None)
+    packed = operators.pack_codes(*quantize_weight(weight, True), None, hadamard=True)
     alone = torch.cat([operators.linear(x[i : i + 1], packed) for i in range(len(x))])
     assert torch.equal(operators.linear(x, packed), alone)
 
@@ -124,9 +127,9 @@ def test_a_query_of_latents_does_not_depend_on_the_others(operators, dtype, rank
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_widths_round_weights_equally(operators, dtype):
-    weight = (torch.randn(300, 224, generator=torch.Generator().manual_seed(3)) * 0.1).to(dtype)
+    weight = (torch.randn(300, 320, generator=torch.Generator().manual_seed(3)) * 0.1).to(dtype)
     weight[7, 5], weight[8], weight[9, 3] = torch.nan, 0.0, 1e-42
-    found, wanted = operators.round_int8(weight), quantize_weight(weight)
+    found, wanted = operators.round_int8(weight, True), quantize_weight(weight, True)
     assert torch.equal(found[0], wanted[0])
     assert torch.equal(found[1].nan_to_num(3.0), wanted[1].nan_to_num(3.0))
     packed, wanted = operators.pack_rounded_int4(weight, 32, None), quantize_groups(weight, 32)

@@ -155,4 +155,4 @@ def pack_experts(compiled: CompiledOperators, weights: ExpertWeights, kind: Kind
     if weights.int4:
         grouped = weights.scales, weights.zeros, weights.group
         return compiled.pack_expert_int4(weights.weight, *grouped, weights.bias, kind)
-    return compiled.pack_expert_codes(weights.weight, weights.scales, weights.bias, kind)
+    return compiled.pack_expert_codes(weights.weight, weights.scales, weights.bias, kind, weights.hadamard)

@@ -118,7 +118,7 @@ class CpuOps(TorchOps):
             form: The type of the quantised values, and which values share a scale.
         """
         if form.codes == "int8" and weight.dtype in (torch.float32, torch.bfloat16):
-            return self._compiled.round_int8(weight)
+            return self._compiled.round_int8(weight, form.hadamard)
         return super().round_weight(weight, form)
 
     def quantize(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
@@ -206,7 +206,7 @@ class CpuOps(TorchOps):
             return self._compiled.pack_int4(*parts, bias, kind)
         if weight.codes.dtype != torch.int8:
             raise TypeError(f"the operators of a CPU do not multiply {weight.codes.dtype}")
-        return self._compiled.pack_codes(weight.codes, weight.scales, bias, kind)
+        return self._compiled.pack_codes(weight.codes, weight.scales, bias, kind, weight.hadamard)
 
     def fuse(self, spec: LayerSpec, parts: LayerParts) -> DecoderLayer | None:
         """Return a layer that is computed by one call of compiled code; None if the compiled code does not support it.

@@ -114,7 +114,7 @@ class TritonExperts(Experts):
             library: A library's products, which may be faster for many rows. None: batchinfer's kernels compute all.
         """
         self._gate_up, self._down = ((weights.weight, weights.scales) for weights in (gate_up, down))
-        self._lines = (gate_up.lines, down.lines)
+        self._lines, self._hadamard = (gate_up.lines, down.lines), gate_up.hadamard
         self._biases = (gate_up.bias, down.bias)
         self._activation, self._deterministic = activation, deterministic
         self._library = library
@@ -172,6 +172,7 @@ class TritonExperts(Experts):
             from_rows=rows.tokens,
             ends=rows.ends,
             deterministic=self._deterministic,
+            hadamard=self._hadamard,
         )
         return grouped_matmul(
             inner,
@@ -182,6 +183,7 @@ class TritonExperts(Experts):
             lines=self._lines[1],
             ends=rows.ends,
             deterministic=self._deterministic,
+            hadamard=self._hadamard,
         )
 
 
@@ -190,7 +192,7 @@ class TritonHeads(HeadsLinear):
 
     def __init__(self, weights: ExpertWeights, deterministic: bool) -> None:
         self._weight, self._scales = weights.weight.contiguous(), weights.scales
-        self._deterministic = deterministic
+        self._options = {"deterministic": deterministic, "hadamard": weights.hadamard}
 
     @property
     def values(self) -> Tensor | None:
@@ -206,5 +208,5 @@ class TritonHeads(HeadsLinear):
         (tokens, heads, _), weight = x.shape, self._weight
         starts = torch.arange(heads + 1, device=x.device) * tokens
         rows = x.transpose(0, 1).reshape(heads * tokens, -1)
-        made = grouped_matmul(rows, weight, starts, scales=self._scales, deterministic=self._deterministic)
+        made = grouped_matmul(rows, weight, starts, scales=self._scales, **self._options)
         return made.view(heads, tokens, -1).transpose(0, 1)

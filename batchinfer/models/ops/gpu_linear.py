@@ -229,8 +229,10 @@ class Int8Linear(KernelLinear):
         self._weight, self._bias = weight, bias
 
     def _product(self, x: Tensor, activation: Activation | None) -> Tensor:
-        codes, scales = self._weight.codes, self._weight.scales
-        return int8_matmul(x, codes, scales, self._bias, activation=activation)
+        weight, bias = self._weight, self._bias
+        return int8_matmul(
+            x, weight.codes, weight.scales, bias, activation=activation, hadamard=weight.hadamard
+        )
 
 
 class Int8Head(SampledHead[CodedWeight]):
@@ -238,7 +240,8 @@ class Int8Head(SampledHead[CodedWeight]):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return float32 logits (n, vocab) from normed hidden states x, (n, hidden)."""
-        return int8_matmul(x, self._weight.codes, self._weight.scales, out_dtype=torch.float32)
+        weight = self._weight
+        return int8_matmul(x, weight.codes, weight.scales, out_dtype=torch.float32, hadamard=weight.hadamard)
 
 
 class Fp8Linear(KernelLinear):

@@ -88,7 +88,7 @@ class Ops(ABC):
         """
         if form.codes == "int4":
             return quantize_groups(weight, form.group)
-        return quantize_weight(weight) if form.codes == "int8" else quantize_rows_fp8(weight)
+        return quantize_weight(weight, form.hadamard) if form.codes == "int8" else quantize_rows_fp8(weight)
 
     def quantize(self, weight: Tensor, form: WeightForm) -> CodedWeight | RoundedWeight:
         """Quantise a float weight (outputs, inputs), or note the form, so that `pack_linear` quantises it.
@@ -100,7 +100,7 @@ class Ops(ABC):
         Returns:
             A CodedWeight with quantised values, or a RoundedWeight, which `pack_linear` quantises to the same values.
         """
-        return CodedWeight(*self.round_weight(weight, form), group=form.group)
+        return CodedWeight(*self.round_weight(weight, form), group=form.group, hadamard=form.hadamard)
 
     def quantize_experts(self, weights: ExpertWeights, form: WeightForm) -> ExpertWeights:
         """Quantise the float weights of experts, or return them with `form` set, so that `pack_experts` quantises them.
@@ -112,7 +112,8 @@ class Ops(ABC):
         count, outputs, inputs = weights.weight.shape
         codes, scales = self.round_weight(weights.weight.view(-1, inputs), form)
         scales = scales.view(count, outputs, *scales.shape[1:])
-        return replace(weights, weight=codes.view(count, outputs, inputs), scales=scales, group=form.group)
+        codes = codes.view(count, outputs, inputs)
+        return replace(weights, weight=codes, scales=scales, group=form.group, hadamard=form.hadamard)
 
     def convert_weight(self, weight: Tensor, form: WeightForm | None) -> Weight:
         """Return a float weight (outputs, inputs) unchanged if `form` is None, or else the result of `quantize`.
@@ -135,7 +136,8 @@ class Ops(ABC):
         coded = [self.round_weight(matrix, form) for matrix in weight]
         # As bytes, since some versions of torch cannot stack float8_e4m3fn
         codes = torch.stack([codes.view(torch.uint8) for codes, _ in coded]).view(coded[0][0].dtype)
-        return ExpertWeights(codes, scales=torch.stack([scales for _, scales in coded]))
+        scales = torch.stack([scales for _, scales in coded])
+        return ExpertWeights(codes, scales=scales, hadamard=form.hadamard)
 
     @abstractmethod
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:

@@ -51,7 +51,7 @@ def _coded(weight: CodedWeight, bias: Tensor | None) -> ReferenceLinear:
         if weight.group:
             return int4_linear_reference(x, codes, scales, weight.zeros, weight.group, bias)
         if codes.dtype == torch.int8:
-            return quantized_linear_reference(x, codes, scales, bias)
+            return quantized_linear_reference(x, codes, scales, bias, weight.hadamard)
         if lines is None:
             return fp8_matmul_reference(x, codes, scales, bias)
         return block_fp8_matmul_reference(x, BlockWeight(codes, scales, lines), bias)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -92,7 +93,9 @@ def way(name: str, weight: Tensor) -> Way:
     if name == "block_fp8":
         return Way(block_fp8_matmul, block_fp8_matmul_reference, (quantize_blocks_fp8(weight, 48),))
     if name == "int8":
-        return Way(int8_matmul, int8_reference, quantize_weight(weight))
+        transformed = {"hadamard": True}
+        coded = quantize_weight(weight, True)
+        return Way(partial(int8_matmul, **transformed), partial(int8_reference, **transformed), coded)
     quantized = quantize_int4(weight, int(name.split("_")[1]), symmetric=not name.endswith("zeros"))
     return Way(int4_weight_matmul, int4_weight_matmul_reference, (quantized,))
 
@@ -105,9 +108,10 @@ def int8_reference(
     *,
     out_dtype: torch.dtype | None = None,
     activation: Activation | None = None,
+    hadamard: bool = False,
 ) -> Tensor:
     """Return quantized_linear_reference of float32 inputs, with the final activation, in `out_dtype`."""
-    sums = quantized_linear_reference(x.float(), codes, scales, bias)
+    sums = quantized_linear_reference(x.float(), codes, scales, bias, hadamard)
     return finish_product(sums, None, out_dtype or x.dtype, activation)
 
 

@@ -144,11 +144,12 @@ def test_a_broken_row_breaks_no_other(name: str) -> None:
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_int8_equals_the_cpu(dtype: torch.dtype, activation: Any) -> None:
     """Bit by bit: sums of integers are exact, and later steps round like the reference."""
-    codes, scales = quantize_weight(random(130, 600, seed=1))
-    x, bias = random(21, 600, dtype=dtype), random(130, dtype=dtype, seed=2)
-    for rows in (1, 21):
-        got = int8_matmul(x[:rows], codes, scales, bias, activation=activation)
-        wanted = int8_reference(x[:rows], codes, scales, bias, activation=activation)
+    for rows, inputs, hadamard in ((1, 600, True), (21, 600, False), (5, 8256, True)):
+        coded = quantize_weight(random(130, inputs, seed=1), hadamard)
+        x, bias = random(rows, inputs, dtype=dtype), random(130, dtype=dtype, seed=2)
+        options = {"activation": activation, "hadamard": hadamard}
+        got = int8_matmul(x, *coded, bias, **options)
+        wanted = int8_reference(x, *coded, bias, **options)
         if activation is None:
             assert torch.equal(got, wanted)
         else:
