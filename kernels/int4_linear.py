@@ -1,8 +1,8 @@
 """Linear layers with int4 weights in groups of inputs and int8 activations, as the CPU multiplies them.
 
 A weight is (values - zeros) × scales, with values in -8 … 7, and a scale and optionally a zero point per output and
-group of inputs, as in GPTQ (Frantar et al., 2023) and AWQ (Lin et al., 2024). Activations are quantised per row, as in
-batchinfer_kernels.quantized_linear.
+group of inputs, as in GPTQ (Frantar et al., 2023) and AWQ (Lin et al., 2024). Activations are quantised as in
+batchinfer_kernels.quantized_linear, but with a scale per row and group: a large value makes only its group coarse.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def int4_linear_reference(
 ) -> Tensor:
     """Return x W^T + bias for an int4 weight: (T, N) in x's dtype.
 
-    x is quantised to int8 per row. The exact integer sum of each group is multiplied by its scale, and the groups are
-    added in float64. The result is multiplied by the row's scale, and the bias is added.
+    Each group of x is quantised to int8. The exact integer sum of each group is multiplied by the scales of weight and
+    activations. The groups and the bias are added in float64.
 
     Args:
         x: (T, K).
@@ -79,8 +79,9 @@ def int4_linear_reference(
         group: number of inputs that share a scale.
         bias: (N,), or None.
     """
-    rows, row_scales = quantize_rows(x)
     groups = torch.arange(codes.shape[1]) // group
     steps = codes.double() if zeros is None else codes.double() - zeros.double()[:, groups]
-    result = (rows.double() @ (steps * scales.double()[:, groups]).T) * row_scales.double()[:, None]
+    parts = [quantize_rows(part) for part in torch.split(x, group, 1)]
+    rows = torch.cat([part.double() * row_scales.double()[:, None] for part, row_scales in parts], 1)
+    result = rows @ (steps * scales.double()[:, groups]).T
     return (result if bias is None else result + bias.double()).to(x.dtype)

@@ -1,7 +1,7 @@
-/* Quantised activations, unsigned with zero point 128, in the layout of products with quantised weights. If the CPU
- * multiplies bytes, they are bytes, four per word. AVX2's instruction for bytes saturates, so there an activation takes
- * 16 bits, and a word of four becomes two: the first and the third, and the second and the fourth, which is how shifts
- * unpack a word of a weight. The integer sums are exact in both cases. */
+/* Quantised activations for int8 weights, unsigned with zero point 128. If the CPU multiplies bytes, they are bytes,
+ * four per word. AVX2's instruction for bytes saturates, so there an activation takes 16 bits, and a word of four
+ * becomes two: the first and the third, and the second and the fourth, which is how shifts unpack a word of a weight.
+ * The integer sums are exact in both cases. */
 #if LANES == 8 && !TILES && !MMLA_INT8
 #define WIDE_CODES 1
 #define CODE_BYTES 2
@@ -12,6 +12,9 @@
 
 /* Returns the bytes of a quantised row. */
 INLINE int64_t codes_of(int64_t inputs) { return padded(inputs) * CODE_BYTES; }
+
+/* As `codes_of`, for the form of a weight: rows for int4 are signed bytes. */
+INLINE int64_t row_bytes(const Weight *w) { return w->form == INT4 ? padded(w->inputs) : codes_of(w->inputs); }
 
 /* Stores the quantised value of one input, the lowest byte of `code`. */
 INLINE void put_code(uint8_t *codes, int64_t input, int32_t code) {
@@ -34,20 +37,6 @@ INLINE void put_codes(uint8_t *codes, vi a, vi b, const int past) {
     } else {
         store_bytes(codes, a), store_bytes(codes + LANES, b);
     }
-#endif
-}
-
-/* Four quantised values of a row. */
-typedef struct {
-    int32_t words[CODE_BYTES];
-} Four;
-
-INLINE vi dot_four(vi sum, Four codes, vi weight) {
-#if WIDE_CODES
-    sum = dot_int16(sum, splat_word(codes.words[0]), even_bytes(weight));
-    return dot_int16(sum, splat_word(codes.words[1]), odd_bytes(weight));
-#else
-    return dot_int8(sum, splat_word(codes.words[0]), weight);
 #endif
 }
 
@@ -120,12 +109,13 @@ static void sum_widened(const uint8_t *x, const vi *panel, int64_t words, int64_
 #endif
 
 /* Splits quantised rows for a product with a weight. If panels are widened, more rows than a block are split evenly. */
-INLINE RowSplit split_quantized_rows(int64_t from, int64_t rows, int64_t inputs, int64_t group) {
-    RowSplit split = split_rows(from, rows, codes_of(inputs), TILES && !group);
+INLINE RowSplit split_quantized_rows(const Weight *w, int64_t from, int64_t rows) {
+    if (w->form == INT4) return split_rows(from, rows, padded(w->inputs), 0);
+    RowSplit split = split_rows(from, rows, codes_of(w->inputs), TILES);
 #if WIDE_CODES
-    if (!group && rows > ROWS) {
+    if (rows > ROWS) {
         int64_t blocks = (rows + CODE_ROWS - 1) / CODE_ROWS, height = ((rows + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS;
-        split = split_evenly(from, rows, height, codes_of(inputs));
+        split = split_evenly(from, rows, height, codes_of(w->inputs));
     }
 #endif
     return split;

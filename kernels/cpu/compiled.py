@@ -32,6 +32,7 @@ from batchinfer_kernels.cpu.packed_weights import (
     codes_room,
     is_gated,
     padded,
+    scales_room,
 )
 from batchinfer_kernels.cpu.structures import (
     LOG2_E,
@@ -52,8 +53,8 @@ from batchinfer_kernels.quantized_linear import hadamard_size
 from batchinfer_kernels.rms_norm import check_rms_norm
 from batchinfer_kernels.tiles import TileWay
 
-# Data of an int4 weight's columns: starts, scales of groups, and zero points of groups if it has any
-Columns = tuple[Tensor, Tensor, Tensor | None]
+# Data of an int4 weight's columns: scales of groups, and zero points of groups, if it has any
+Columns = tuple[Tensor, Tensor | None]
 _GREATEST = 3
 _MAX_GROUP = 256  # the largest group that round_int4 supports
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -66,7 +67,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "pack_linear": [_POINTER] + [_LONG] * 3 + [_POINTER],
     "round_int8": [_POINTER] + [_LONG] * 3 + [_POINTER] * 2,
     "pack_int8": [_POINTER] + [_LONG] * 4 + [_POINTER] * 3,
-    "round_int4": [_POINTER] + [_LONG] * 4 + [_POINTER] * 5,
+    "round_int4": [_POINTER] + [_LONG] * 4 + [_POINTER] * 4,
     "linear": [_POINTER, _WEIGHT, _POINTER] + [_LONG] * 2,
     "quantized_linear": [_POINTER, _WEIGHT] + [_POINTER] * 3 + [_LONG] * 2,
     "grouped_linear": [_POINTER, _WEIGHT, _POINTER, _LONG] + [_POINTER] * 5 + [_LONG] * 2,
@@ -86,9 +87,8 @@ _COMMON: dict[str, tuple[list[Any], Any]] = {
     "packed_order": ([_LONG, _LONG, _POINTER], None),
     "pack_codes": ([_POINTER] + [_LONG] * 3 + [_POINTER] * 2, None),
     "pack_int4": ([_POINTER] + [_LONG] * 3 + [_POINTER], None),
-    "put_int4": ([_POINTER] * 2 + [_LONG] * 5 + [_POINTER] * 2, None),
-    "sum_groups": ([_POINTER] + [_LONG] * 3 + [_POINTER], None),
-    "int4_columns": ([_POINTER] * 2 + [_LONG] * 3 + [_POINTER] * 2, None),
+    "put_int4": ([_POINTER] * 2 + [_LONG] * 5 + [_POINTER], None),
+    "int4_columns": ([_POINTER] + [_LONG] * 3 + [_POINTER], None),
     "ranked_columns": ([_POINTER] * 2 + [_LONG], None),
     "cap_logits": ([_POINTER, _LONG, _LONG, _FLOAT], None),
     "mask_logits": ([_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG], None),
@@ -263,7 +263,7 @@ class CompiledOperators(CachedOperators):
         shape, order = _check_weight(codes, bias, kind), self._order(len(codes), kind)
         panels = self._pages.zeros(len(order) * padded(shape[1]) // 2, torch.uint8)
         columns = self._packed_int4(codes, scales, zeros, group, kind, panels)
-        return PackedWeight(panels, _reordered(bias, order), shape, kind, *columns, group)
+        return PackedWeight(panels, _reordered(bias, order), shape, kind, None, *columns, group)
 
     def pack_rounded_int4(
         self, weight: Tensor, group: int, bias: Tensor | None, kind: Kind = "plain"
@@ -281,8 +281,8 @@ class CompiledOperators(CachedOperators):
         """
         shape, order = _check_weight(weight, bias, kind), self._order(len(weight), kind)
         panels = self._pages.zeros(len(order) * padded(shape[1]) // 2, torch.uint8)
-        columns = self._rounded_int4(weight, group, kind, panels)
-        return PackedWeight(panels, _reordered(bias, order), shape, kind, *columns, group)
+        scales = self._rounded_int4(weight, group, kind, panels)
+        return PackedWeight(panels, _reordered(bias, order), shape, kind, None, scales, None, group)
 
     def pack_expert_int4(
         self,
@@ -322,7 +322,11 @@ class CompiledOperators(CachedOperators):
             kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
         """
         return self._int4_experts(
-            weight, group, bias, kind, lambda at, panels: self._rounded_int4(weight[at], group, kind, panels)
+            weight,
+            group,
+            bias,
+            kind,
+            lambda at, panels: (self._rounded_int4(weight[at], group, kind, panels), None),
         )
 
     def _int4_experts(
@@ -336,10 +340,10 @@ class CompiledOperators(CachedOperators):
         shape = count, outputs, inputs = _check_experts(weight, bias, kind)
         order = self._order(outputs, kind)
         panels = self._pages.zeros(count * len(order) * padded(inputs) // 2, torch.uint8).view(count, -1)
-        starts, scales, zeros = zip(*(packed(e, panels[e]) for e in range(count)), strict=True)
+        scales, zeros = zip(*(packed(e, panels[e]) for e in range(count)), strict=True)
         found = [each for each in zeros if each is not None]
-        columns = torch.stack(starts), torch.stack(scales), group, torch.stack(found) if found else None
-        return PackedExperts(panels, _reordered(bias, order), shape, kind, *columns)
+        columns = torch.stack(scales), group, torch.stack(found) if found else None
+        return PackedExperts(panels, _reordered(bias, order), shape, kind, None, *columns)
 
     def _packed_int4(
         self,
@@ -359,29 +363,20 @@ class CompiledOperators(CachedOperators):
         ):
             raise ValueError(f"scales are {tuple(scales.shape)} for {outputs} outputs and groups of {group}")
         codes = codes.contiguous()
-        arguments = (codes.data_ptr(), outputs, inputs)
-        self._common["pack_int4"](*arguments, is_gated(kind), panels.data_ptr())
-        sums = torch.empty(outputs, groups, dtype=torch.int32)
-        self._common["sum_groups"](*arguments, group, sums.data_ptr())
-        starts, taken = self._int4_columns(scales, sums, kind)
-        if zeros is None:
-            return starts, taken, None
-        return starts, taken, self._in_panels(-scales * zeros, self._order(outputs, kind))
+        self._common["pack_int4"](codes.data_ptr(), outputs, inputs, is_gated(kind), panels.data_ptr())
+        ordered = self._int4_columns(scales, kind)
+        return ordered, None if zeros is None else self._int4_columns(-scales * zeros, kind)
 
-    def _rounded_int4(self, weight: Tensor, group: int, kind: Kind, panels: Tensor) -> Columns:
+    def _rounded_int4(self, weight: Tensor, group: int, kind: Kind, panels: Tensor) -> Tensor:
         # Groups in which two scales have almost equal errors are quantised by the reference, because summing the errors
         # in another order could select the other scale
         outputs, inputs = weight.shape
         if not self.rounds_int4(weight, group):
-            return self._packed_int4(*quantize_groups(weight, group), None, group, kind, panels)
+            return self._packed_int4(*quantize_groups(weight, group), None, group, kind, panels)[0]
         weight, gated = weight.contiguous(), is_gated(kind)
         scales = torch.empty(outputs, inputs // group, dtype=torch.float32)
-        sums, doubtful = (
-            torch.empty_like(scales, dtype=torch.int32),
-            torch.empty_like(scales, dtype=torch.bool),
-        )
-        shares = torch.tensor(SHARES, dtype=torch.float32)
-        made = (shares, scales, doubtful, sums, panels)
+        doubtful = torch.empty_like(scales, dtype=torch.bool)
+        made = (torch.tensor(SHARES, dtype=torch.float32), scales, doubtful, panels)
         self._call("round_int4", weight, weight, outputs, inputs, gated, group, *made)
         asked = doubtful.view(-1).nonzero()[:, 0]
         if len(asked):
@@ -389,8 +384,8 @@ class CompiledOperators(CachedOperators):
             scales.view(-1)[asked] = wanted[:, 0]
             shape = (len(asked), outputs, inputs, gated, group)
             places = codes.data_ptr(), asked.data_ptr()
-            self._common["put_int4"](*places, *shape, sums.data_ptr(), panels.data_ptr())
-        return *self._int4_columns(scales, sums, kind), None
+            self._common["put_int4"](*places, *shape, panels.data_ptr())
+        return self._int4_columns(scales, kind)
 
     def rounds_int4(self, weight: Tensor, group: int) -> bool:
         """Return True if compiled code can quantise this weight to int4, False if only the reference can.
@@ -403,21 +398,13 @@ class CompiledOperators(CachedOperators):
         in_groups = 0 < group <= _MAX_GROUP and not inputs % group and not group % lanes
         return in_groups and weight.dtype in (torch.float32, torch.bfloat16)
 
-    def _int4_columns(self, scales: Tensor, sums: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    def _int4_columns(self, scales: Tensor, kind: Kind) -> Tensor:
         scales = scales.float().contiguous()
         (outputs, groups), gated = scales.shape, is_gated(kind)
         columns = int(self._common["packed_columns"](outputs, gated))
-        starts = torch.empty(columns, dtype=torch.float32)
-        taken = torch.empty(columns // self.tile, groups, self.tile)
-        sizes = (outputs, groups, gated)
-        places = (scales.data_ptr(), sums.data_ptr())
-        self._common["int4_columns"](*places, *sizes, starts.data_ptr(), taken.data_ptr())
-        return starts, taken
-
-    def _in_panels(self, grouped: Tensor, order: Tensor) -> Tensor:
-        wide = grouped.float().t()
-        columns = torch.cat((wide, wide.new_zeros(len(wide), 1)), -1)[:, order]  # -1 selects the zero
-        return columns.view(len(columns), -1, self.tile).transpose(0, 1).contiguous()
+        ordered = torch.empty(columns // self.tile, groups, self.tile)
+        self._common["int4_columns"](scales.data_ptr(), outputs, groups, gated, ordered.data_ptr())
+        return ordered
 
     def pack_experts(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedExperts:
         """Pack the weights of several experts that are not quantised.
@@ -530,7 +517,7 @@ class CompiledOperators(CachedOperators):
         y, blocks = x.new_empty(rows, weight.columns), torch.empty_like(starts)
         codes = codes_room(rows if weight.quantized else 0, weight.inputs)
         wide, size = wide_room(x, weight)
-        room = (blocks, y, codes, torch.empty(len(codes), dtype=torch.float32), wide, size)
+        room = (blocks, y, codes, scales_room(len(codes), weight), wide, size)
         self._call("grouped_linear", x, x, weight.structure, starts, weight.count, *room, KINDS[weight.kind])
         return y
 
@@ -673,8 +660,7 @@ class CompiledOperators(CachedOperators):
             self._call("linear", x, x, structure, y, rows, kind)
             return
         codes = codes_room(rows, weight.inputs)
-        row_scales = torch.empty(rows, dtype=torch.float32)
-        self._call("quantized_linear", x, x, structure, y, codes, row_scales, rows, kind)
+        self._call("quantized_linear", x, x, structure, y, codes, scales_room(rows, weight), rows, kind)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: float = 0.0

@@ -15,19 +15,19 @@ typedef struct {
     int64_t *starts, *blocks, *tokens_of, *places;
     REAL *rows, *inner, *made; /* (rows, gate_up.inputs), (rows, down.inputs), (rows, down.outputs) */
     uint8_t *codes;            /* for quantised weights: (rows, most inputs padded) */
-    float *row_scales;         /* (rows,) */
+    float *row_scales;         /* (rows, most of `scales_of` both weights) */
     char *wide;                /* for MXFP4 weights: a widened panel per thread */
     int64_t wide_bytes;        /* bytes of such a panel */
     int64_t tokens, choices, experts, kind; /* the gated kind of gate_up */
 } NAME(Experts);
 
-INLINE int NAME(in_tiles)(const Weight *first) { return first->starts ? TILES && !first->group : IN_TILES; }
+INLINE int NAME(in_tiles)(const Weight *first) { return has_quantized_rows(first) ? TILES && first->form == INT8 : IN_TILES; }
 
 /* Splits the rows of an expert, whose weight has the shape of `first`. */
 INLINE RowSplit NAME(expert_rows)(const Weight *first, const int64_t *starts, int64_t expert) {
     int64_t rows = starts[expert + 1] - starts[expert];
     if (IN_SLICES && is_mxfp4(first)) return (RowSplit){starts[expert], rows, WIDE_ROWS, (rows + WIDE_ROWS - 1) / WIDE_ROWS, 1};
-    if (first->starts) return split_quantized_rows(starts[expert], rows, first->inputs, first->group);
+    if (has_quantized_rows(first)) return split_quantized_rows(first, starts[expert], rows);
     return split_rows(starts[expert], rows, first->inputs * (int64_t)sizeof(REAL), IN_TILES);
 }
 
@@ -41,7 +41,7 @@ static void NAME(count_blocks)(const Weight *first, const int64_t *starts, int64
 INLINE Weight NAME(expert)(const Weight *first, int64_t at, int64_t kind) {
     Weight found = *first;
     int64_t columns = columns_of(first->outputs, is_gated(kind)) * at, inputs = first->inputs;
-    int64_t words = words_of(first->starts ? inputs : inputs * (int64_t)sizeof(REAL));
+    int64_t words = words_of(has_quantized_rows(first) ? inputs : inputs * (int64_t)sizeof(REAL));
     if (is_mxfp4(first)) {
         found.panels = (const char *)first->panels + columns * inputs / 2;
         found.scales = (const float *)((const uint8_t *)first->scales + columns * inputs / MXFP4_GROUP);
@@ -50,7 +50,8 @@ INLINE Weight NAME(expert)(const Weight *first, int64_t at, int64_t kind) {
     }
     int64_t groups = first->group ? (inputs + first->group - 1) / first->group : 1;
     if (first->bias) found.bias = (const REAL *)first->bias + columns;
-    if (first->starts) found.starts = first->starts + columns, found.scales = first->scales + columns * groups;
+    if (first->starts) found.starts = first->starts + columns;
+    if (has_quantized_rows(first)) found.scales = first->scales + columns * groups;
     if (first->zeros) found.zeros = first->zeros + columns * groups;
     return found;
 }
@@ -66,7 +67,7 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
     const int in_tiles = NAME(in_tiles)(first);
     Waiting waiting;
     begin_waiting(&waiting);
-    if (first->starts) NAME(team_quantize)(x, first, codes, row_scales, starts[experts]);
+    if (has_quantized_rows(first)) NAME(team_quantize)(x, first, codes, row_scales, starts[experts]);
 #pragma omp for schedule(guided, 1) nowait
     for (int64_t at = 0; at < blocks[experts] * panels; at++) {
         int64_t e = 0, end = experts;
@@ -78,7 +79,7 @@ TEAM void NAME(team_grouped)(const REAL *x, const Weight *first, const int64_t *
         const RowSplit split = NAME(expert_rows)(first, starts, e);
         Place here = place(at - blocks[e] * panels, &split, panels);
         if (split.height != height) begin_tiles(&split, in_tiles), height = split.height;
-        if (first->starts)
+        if (has_quantized_rows(first))
             NAME(quantized_block)(codes, row_scales, &weight, y, &split, here, &waiting, kind);
 #if IN_SLICES
         else if (is_mxfp4(first))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchinfer_kernels.cpu.packed_weights import KINDS, PackedExperts, codes_room, is_gated
+from batchinfer_kernels.cpu.packed_weights import KINDS, PackedExperts, codes_room, is_gated, scales_room
 from batchinfer_kernels.cpu.structures import ExpertsStructure, Weight, address
 from batchinfer_kernels.experts import Choice
 
@@ -32,7 +32,7 @@ class ExpertsRoom:
         widths = (gate_up.inputs, down.inputs, down.columns)
         rooms = [x.new_empty(rows, width) for width in widths]
         codes = codes_room(rows if gate_up.quantized else 0, max(widths[:2]))
-        scales = torch.empty(len(codes), dtype=torch.float32)
+        scales = scales_room(len(codes), gate_up, down)
         wide, size = wide_room(x, gate_up, down)
         self._kept = (x, choice, loads, places, *rooms, codes, scales, wide)
         given = (x, choice.experts, choice.weights, self.y, loads)

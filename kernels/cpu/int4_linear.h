@@ -1,81 +1,168 @@
 /* Matrix products with int4 weights that have a scale per output and group of inputs; included once per dtype.
- * Activations are quantised as in quantized_linear.h. A panel packs two words of four inputs into one, the first word
- * in the lower halves of its bytes. An upper half, read as a byte, is 16 times its value with the sign, so neither half
- * needs sign extension; scales are packed 16 times smaller. The sums of a group are exact integers and are added up in
+ * Activations are int8, with a scale per row and group. Values of weights are unsigned, 8 is added to them: then an
+ * instruction for unsigned and signed bytes multiplies them. Since sum((w + 8) x) = sum(w x) + 8 sum(x), each sum of a
+ * group begins at its row's offset, -8 times the sum of the group's activations. A panel packs two words of four inputs
+ * into one, the first word in the lower halves of its bytes. The sums of a group are exact integers and are added up in
  * float, group by group: a row's result depends only on the row. */
 
 #define INT4_ROWS 3 /* rows for which the sums of a group and of all groups fit the registers */
-INLINE vi low_codes(vi word) { return (word << 4) & (int32_t)0xf0f0f0f0; }
-INLINE vi high_codes(vi word) { return word & (int32_t)0xf0f0f0f0; }
+INLINE vi low_codes(vi word) { return word & 0x0f0f0f0f; }
+INLINE vi high_codes(vi word) { return (word >> 4) & 0x0f0f0f0f; }
 
-/* Computes the exact sums of one group, `pairs` pairs of words, of `rows` (a constant) rows with one panel; with
- * `zeroed` (a constant) also the sums of the rows' values, in every lane. */
-INLINE void int4_group(const uint8_t *x, const vi *weight, int64_t pairs, int64_t stride, Ahead *ahead,
-                       vi sums[INT4_ROWS][COLUMNS], vi codes[INT4_ROWS], const int rows, const int zeroed) {
-    for (int r = 0; r < rows; r++) {
-        codes[r] = splat_word(0);
-        for (int c = 0; c < COLUMNS; c++) sums[r][c] = splat_word(0);
+/* Without an instruction that adds four products of bytes, sums of pairs of products are added up in 16 bits: at most
+ * NARROW_PAIRS pairs of words, 16 products of at most 15 * 127. */
+#if LANES == 8 || (LANES == 16 && !defined(__AVX512VNNI__))
+#define NARROW 1
+#define NARROW_PAIRS 4
+#else
+#define NARROW 0
+#define NARROW_PAIRS INT64_MAX
+#endif
+
+/* Adds products of values from 0 to 15 and of signed bytes, four per lane, or pairs of two for `wide_sums`. */
+INLINE vi dot_nibbles(vi sum, vi nibbles, vi x) {
+#if LANES == 8
+    return (vi)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)nibbles, (__m256i)x));
+#elif LANES == 16 && !defined(__AVX512VNNI__)
+    return (vi)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)nibbles, (__m512i)x));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)nibbles, (int8x16_t)x);
+#else
+    return dot_int8(sum, nibbles, x);
+#endif
+}
+
+INLINE vi wide_sums(vi sums) {
+#if LANES == 8
+    return (vi)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+#elif LANES == 16 && !defined(__AVX512VNNI__)
+    return (vi)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+#else
+    return sums;
+#endif
+}
+
+/* Returns the number of groups of a row. */
+INLINE int64_t groups_of(const Weight *w) { return (w->inputs + w->group - 1) / w->group; }
+
+/* Returns the floats of a row's scales: a scale for int8; for int4 one per group, and then the offset of each group, an
+ * integer. */
+INLINE int64_t scales_of(const Weight *w) { return w->form == INT4 ? 2 * groups_of(w) : 1; }
+
+/* Quantises one group of a row and returns its scale; `offset` receives -8 times the sum of its values. `past` (a
+ * constant): bypass the caches as in streams.h. */
+INLINE float NAME(quantize_group)(const REAL *x, int64_t inputs, uint8_t *codes, int32_t *offset, const int past) {
+    ON_LINES float kept[KEPT_FLOATS];
+    float most = NAME(greatest_size)(x, inputs, 0, kept), inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
+    vi sums = splat_word(0);
+    int32_t sum = 0;
+    for (int64_t from = 0; from < inputs; from += KEPT_FLOATS) {
+        int64_t i = 0, count = inputs - from < KEPT_FLOATS ? inputs - from : KEPT_FLOATS;
+        if (inputs > KEPT_FLOATS) NAME(load_floats)(x + from, count, 0, kept);
+        for (; i + LANES <= count; i += LANES) {
+            vi code = (vi)fused(load_f32(kept + i), splat(inverse), splat(NEAREST));
+            sums += code - NEAREST_BITS;
+            past ? stream_bytes(codes + from + i, code) : store_bytes(codes + from + i, code);
+        }
+        for (; i < count; i++) {
+            float shifted = fused_one(kept[i], inverse, NEAREST);
+            int32_t code;
+            memcpy(&code, &shifted, 4);
+            codes[from + i] = (uint8_t)code, sum += code - NEAREST_BITS;
+        }
     }
-    for (int64_t i = 0; i < pairs; i++, weight += COLUMNS) {
-        if (i % FETCHED == 0) fetch_ahead(ahead);
-        Four fours[INT4_ROWS][2];
-        for (int r = 0; r < rows; r++) {
-            memcpy(fours[r], x + r * stride + i * 8 * CODE_BYTES, sizeof fours[r]);
-            if (zeroed)
-                for (int half = 0; half < 2; half++)
-                    codes[r] = dot_four(codes[r], fours[r][half], splat_word(0x01010101));
+    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+    *offset = -8 * sum;
+    return most < INFINITY ? most / 127.0f : NAN;
+}
+
+/* Quantises one row with a scale per group, and pads it with zeros. `scales` receives `scales_of` values. */
+INLINE void NAME(quantize_groups)(const REAL *x, const Weight *w, uint8_t *codes, float *scales, const int past) {
+    int64_t groups = groups_of(w);
+    for (int64_t g = 0, from = 0; g < groups; g++, from += w->group) {
+        int64_t count = w->inputs - from < w->group ? w->inputs - from : w->group;
+        scales[g] = NAME(quantize_group)(x + from, count, codes + from, (int32_t *)scales + groups + g, past);
+    }
+    memset(codes + w->inputs, 0, padded(w->inputs) - w->inputs);
+}
+
+/* Computes the exact sums of one group, `pairs` pairs of words, of `rows` (a constant) rows with one panel. */
+INLINE void int4_group(const uint8_t *x, const vi *weight, int64_t pairs, int64_t stride, Ahead *ahead,
+                       vi sums[INT4_ROWS][COLUMNS], const int rows) {
+    for (int64_t i = 0, end; i < pairs; i = end) {
+        vi some[INT4_ROWS][COLUMNS];
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++)
+                if (NARROW) some[r][c] = splat_word(0); else some[r][c] = sums[r][c];
+        end = pairs - i < NARROW_PAIRS ? pairs : i + NARROW_PAIRS;
+        for (; i < end; i++, weight += COLUMNS) {
+            if (i % FETCHED == 0) fetch_ahead(ahead);
+            int32_t fours[INT4_ROWS][2];
+            for (int r = 0; r < rows; r++) memcpy(fours[r], x + r * stride + i * 8, 8);
+            for (int c = 0; c < COLUMNS; c++) {
+                vi low = low_codes(weight[c]), high = high_codes(weight[c]);
+                for (int r = 0; r < rows; r++)
+                    some[r][c] = dot_nibbles(dot_nibbles(some[r][c], low, splat_word(fours[r][0])), high,
+                                             splat_word(fours[r][1]));
+            }
         }
-        for (int c = 0; c < COLUMNS; c++) {
-            vi low = low_codes(weight[c]), high = high_codes(weight[c]);
-            for (int r = 0; r < rows; r++)
-                sums[r][c] = dot_four(dot_four(sums[r][c], fours[r][0], low), fours[r][1], high);
-        }
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < COLUMNS; c++)
+                if (NARROW) sums[r][c] += wide_sums(some[r][c]); else sums[r][c] = some[r][c];
+    }
+}
+
+/* Adds the exact sums of a row's group to the row's total. `scale`, `offset`: the row's, of the group. */
+INLINE void add_int4_group(vf total[COLUMNS], const vi sums[COLUMNS], float scale, int32_t offset, const vf *scales,
+                           const vf *zeros, const int zeroed) {
+    for (int c = 0; c < COLUMNS; c++) {
+        vf scaled = __builtin_convertvector(sums[c], vf) * scales[c];
+        if (zeroed) scaled = fused(splat((float)offset * -0.125f), zeros[c], scaled);
+        total[c] = fused(scaled, splat(scale), total[c]);
     }
 }
 
 /* Computes the results of `rows` (a constant) rows with one panel. */
 INLINE void NAME(int4_tile)(const uint8_t *x, const float *row_scales, const Weight *w, int64_t panel, Ahead ahead,
-                            vf result[][COLUMNS], const int rows, const int zeroed) {
-    int64_t stride = codes_of(w->inputs), all = (w->inputs + 7) / 8, per = w->group / 8, groups = (all + per - 1) / per;
-    const vi *weight = (const vi *)w->panels + panel * (padded(w->inputs) / 8) * COLUMNS;
+                            vf total[][COLUMNS], const int rows, const int zeroed) {
+    int64_t stride = padded(w->inputs), all = (w->inputs + 7) / 8, per = w->group / 8, groups = groups_of(w);
+    const vi *weight = (const vi *)w->panels + panel * (stride / 8) * COLUMNS;
     const vf *scales = (const vf *)w->scales + panel * groups * COLUMNS, *zeros = NULL;
     if (zeroed) zeros = (const vf *)w->zeros + panel * groups * COLUMNS;
-    vf total[INT4_ROWS][COLUMNS];
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < COLUMNS; c++) total[r][c] = ((const vf *)w->starts)[panel * COLUMNS + c];
-    for (int64_t first = 0; first < all; first += per, scales += COLUMNS, zeros += zeroed ? COLUMNS : 0) {
+        for (int c = 0; c < COLUMNS; c++) total[r][c] = splat(0.0f);
+    for (int64_t g = 0, first = 0; g < groups; g++, first += per) {
         int64_t pairs = all - first < per ? all - first : per;
-        vi sums[INT4_ROWS][COLUMNS], codes[INT4_ROWS];
-        int4_group(x + first * 8 * CODE_BYTES, weight + first * COLUMNS, pairs, stride, &ahead, sums, codes, rows, zeroed);
+        vi sums[INT4_ROWS][COLUMNS];
         for (int r = 0; r < rows; r++) {
-            vf all_codes = splat(0.0f);
-            if (zeroed) all_codes = __builtin_convertvector(codes[r] - (int32_t)(pairs * 8 * 128), vf);
-            for (int c = 0; c < COLUMNS; c++) {
-                total[r][c] = fused(__builtin_convertvector(sums[r][c], vf), scales[c], total[r][c]);
-                if (zeroed) total[r][c] = fused(all_codes, zeros[c], total[r][c]);
-            }
+            vi offset = splat_word(((const int32_t *)row_scales)[(2 * r + 1) * groups + g]);
+            for (int c = 0; c < COLUMNS; c++) sums[r][c] = offset;
+        }
+        int4_group(x + first * 8, weight + first * COLUMNS, pairs, stride, &ahead, sums, rows);
+        for (int r = 0; r < rows; r++) {
+            const float *own = row_scales + 2 * r * groups + g;
+            add_int4_group(total[r], sums[r], own[0], ((const int32_t *)own)[groups], scales + g * COLUMNS,
+                           zeroed ? zeros + g * COLUMNS : NULL, zeroed);
         }
     }
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < COLUMNS; c++) result[r][c] = total[r][c] * row_scales[r];
 }
 
 /* As `quantized_block`. */
 static void NAME(int4_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const RowSplit *split,
                              Place at, int64_t kind) {
     int64_t bytes = padded(w->inputs), row = split->from + at.block * split->height, rows = rows_of(split, at.block);
-    int64_t stride = codes_of(w->inputs);
     int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
     const char *panel = (const char *)w->panels + at.panel * bytes / 8 * PANEL * 4;
     vf sums[ROWS][COLUMNS];
     for (int64_t done = 0; done < rows; done += INT4_ROWS) {
         const Ahead ahead = ahead_of(panel, bytes / 8, at.turn * 2 + done / INT4_ROWS, at.turns * 2, rows, more);
+        const float *own = row_scales + (row + done) * scales_of(w);
 #define CASE(n) \
     case n: \
         if (w->zeros) \
-            NAME(int4_tile)(codes + (row + done) * stride, row_scales + row + done, w, at.panel, ahead, sums + done, n, 1); \
+            NAME(int4_tile)(codes + (row + done) * bytes, own, w, at.panel, ahead, sums + done, n, 1); \
         else \
-            NAME(int4_tile)(codes + (row + done) * stride, row_scales + row + done, w, at.panel, ahead, sums + done, n, 0); \
+            NAME(int4_tile)(codes + (row + done) * bytes, own, w, at.panel, ahead, sums + done, n, 0); \
         break;
         switch (rows - done < INT4_ROWS ? rows - done : INT4_ROWS) { CASE(1) CASE(2) CASE(3) }
 #undef CASE

@@ -31,9 +31,9 @@ INLINE void begin_int4_tiles(const RowSplit *split, int64_t group) {
 typedef struct {
     ON_LINES vf total[INT4_TILES][TILE_ROWS][COLUMNS];
     vi sums[2][TILE_ROWS][COLUMNS];        /* of two row tiles with a group */
-    vi of_codes[2][TILE_ROWS][16 / LANES]; /* sums of the rows' values, in every lane */
-    vi wide[MOST_INT4_GROUP / 4][COLUMNS], ones[16][16 / LANES];
-    const uint8_t *x[INT4_TILES]; /* first row of each tile */
+    vi wide[MOST_INT4_GROUP / 4][COLUMNS];
+    const uint8_t *x[INT4_TILES];     /* first row of each tile */
+    const float *scales[INT4_TILES];  /* of the first row of each tile */
     int64_t tiles, height, stride;
 } Int4Room;
 
@@ -46,9 +46,8 @@ INLINE void widen_int4(const vi *weight, int64_t words, vi (*wide)[COLUMNS]) {
         }
 }
 
-/* Computes the sums of two row tiles, which may be the same, with a widened group, and the sums of their values. */
-INLINE void sum_int4(Int4Room *room, const uint8_t *first, const uint8_t *second, int64_t bytes, int64_t step,
-                     const int zeroed) {
+/* Computes the sums of two row tiles, which may be the same, with a widened group. */
+INLINE void sum_int4(Int4Room *room, const uint8_t *first, const uint8_t *second, int64_t bytes, int64_t step) {
     for (int64_t column = 0; column < PANEL; column += ACROSS * TILE_COLUMNS) {
         int32_t *sums = (int32_t *)room->sums[0] + column, *others = (int32_t *)room->sums[1] + column;
         tile_zero(0);
@@ -57,65 +56,50 @@ INLINE void sum_int4(Int4Room *room, const uint8_t *first, const uint8_t *second
         tile_zero(3);
         for (int64_t at = 0; at < bytes; at += step)
             add_step((const char *)first + at, (const char *)second + at, room->stride,
-                     (const char *)room->wide[at / 4] + column * 4, TWO, 1);
+                     (const char *)room->wide[at / 4] + column * 4, TWO, INT4);
         tile_store(0, sums, PANEL * 4);
         tile_store(2, others, PANEL * 4);
         if (ACROSS == 2) tile_store(1, sums + TILE_COLUMNS, PANEL * 4);
         if (ACROSS == 2) tile_store(3, others + TILE_COLUMNS, PANEL * 4);
     }
-    if (!zeroed) return;
-    tile_zero(0);
-    tile_zero(1);
-    tile_load(6, room->ones, 64);
-    for (int64_t at = 0; at < bytes; at += step) {
-        tile_load(4, first + at, room->stride);
-        tile_dot_int8(0, 4, 6);
-        tile_load(5, second + at, room->stride);
-        tile_dot_int8(1, 5, 6);
-    }
-    tile_store(0, room->of_codes[0], 64);
-    tile_store(1, room->of_codes[1], 64);
 }
 
-/* Scales the exact sums of a row tile with a group of `bytes` inputs, and adds them. */
-INLINE void NAME(add_int4)(vf (*total)[COLUMNS], vi (*sums)[COLUMNS], vi (*of_codes)[16 / LANES], const vf *scales,
-                           const vf *zeros, int64_t bytes, int64_t rows, const int zeroed) {
-    for (int64_t r = 0; r < rows; r++) {
-        vf all_codes = splat(0.0f);
-        if (zeroed) all_codes = __builtin_convertvector(of_codes[r][0] - (int32_t)(bytes * 128), vf);
-        for (int c = 0; c < COLUMNS; c++) {
-            total[r][c] = fused(__builtin_convertvector(sums[r][c], vf), scales[c], total[r][c]);
-            if (zeroed) total[r][c] = fused(all_codes, zeros[c], total[r][c]);
-        }
+/* Scales the exact sums of a row tile with group `g` of a panel, and adds them. `own`: the scales of the first row. */
+INLINE void add_int4(vf (*total)[COLUMNS], vi (*sums)[COLUMNS], const float *own, const Weight *w, int64_t panel,
+                     int64_t g, int64_t rows, const int zeroed) {
+    int64_t groups = groups_of(w), at = (panel * groups + g) * COLUMNS;
+    const vf *scales = (const vf *)w->scales + at, *zeros = zeroed ? (const vf *)w->zeros + at : NULL;
+    for (int64_t r = 0; r < rows; r++, own += 2 * groups) {
+        int32_t offset = ((const int32_t *)own)[groups + g];
+        for (int c = 0; c < COLUMNS; c++) sums[r][c] += offset;
+        add_int4_group(total[r], sums[r], own[g], offset, scales, zeros, zeroed);
     }
 }
 
 /* Begins a block. If the last tile has too few rows, it starts earlier and overlaps the tile before. */
-INLINE void NAME(begin_int4_block)(Int4Room *room, const uint8_t *codes, const Weight *w, const RowSplit *split, Place at) {
-    const vf *starts = (const vf *)w->starts + at.panel * COLUMNS;
+INLINE void begin_int4_block(Int4Room *room, const uint8_t *codes, const float *row_scales, const Weight *w,
+                             const RowSplit *split, Place at) {
     int64_t first = at.block * split->height, left = rows_of(split, at.block);
-    room->height = split->height / INT4_TILES, room->stride = codes_of(w->inputs);
+    room->height = split->height / INT4_TILES, room->stride = row_bytes(w);
     room->tiles = (left + room->height - 1) / room->height;
-    memset(room->ones, 1, sizeof room->ones);
     for (int64_t t = 0; t < room->tiles; t++) {
         int64_t row = first + t * room->height, last = split->rows - room->height;
-        room->x[t] = codes + (split->from + (row < last ? row : last)) * room->stride;
+        row = split->from + (row < last ? row : last);
+        room->x[t] = codes + row * room->stride, room->scales[t] = row_scales + row * scales_of(w);
         for (int64_t r = 0; r < room->height; r++)
-            for (int c = 0; c < COLUMNS; c++) room->total[t][r][c] = starts[c];
+            for (int c = 0; c < COLUMNS; c++) room->total[t][r][c] = splat(0.0f);
     }
 }
 
-/* Computes all tiles of the block with the group that starts at input `from`. */
-INLINE void NAME(int4_tiles_group)(Int4Room *room, const Weight *w, int64_t panel, int64_t from, const int zeroed) {
-    int64_t left = padded(w->inputs) - from, bytes = left < w->group ? left : w->group;
-    int64_t groups = (w->inputs + w->group - 1) / w->group, at = (panel * groups + from / w->group) * COLUMNS;
-    const vf *scales = (const vf *)w->scales + at, *zeros = zeroed ? (const vf *)w->zeros + at : NULL;
+/* Computes all tiles of the block with group `g`. */
+INLINE void int4_tiles_group(Int4Room *room, const Weight *w, int64_t panel, int64_t g, const int zeroed) {
+    int64_t from = g * w->group, left = padded(w->inputs) - from, bytes = left < w->group ? left : w->group;
     widen_int4((const vi *)w->panels + (panel * (padded(w->inputs) / 8) + from / 8) * COLUMNS, bytes / 4, room->wide);
     for (int64_t t = 0; t < room->tiles; t += 2) {
         int64_t second = t + 1 < room->tiles ? t + 1 : t;
-        sum_int4(room, room->x[t] + from, room->x[second] + from, bytes, int4_step(w->group), zeroed);
+        sum_int4(room, room->x[t] + from, room->x[second] + from, bytes, int4_step(w->group));
         for (int64_t i = t; i <= second; i++)
-            NAME(add_int4)(room->total[i], room->sums[i - t], room->of_codes[i - t], scales, zeros, bytes, room->height, zeroed);
+            add_int4(room->total[i], room->sums[i - t], room->scales[i], w, panel, g, room->height, zeroed);
     }
 }
 
@@ -124,21 +108,19 @@ static void NAME(int4_tiles_block)(const uint8_t *codes, const float *row_scales
                                    Place at, int64_t kind) {
     Int4Room room;
     int more = at.panel + 1 < panels_of(w->outputs, is_gated(kind));
-    int64_t size = padded(w->inputs) / 8 * PANEL * 4, groups = (w->inputs + w->group - 1) / w->group;
+    int64_t size = padded(w->inputs) / 8 * PANEL * 4, groups = groups_of(w);
     const char *ahead = (const char *)w->panels + (at.panel + more) * size + size * at.turn / at.turns / LINE * LINE;
-    NAME(begin_int4_block)(&room, codes, w, split, at);
+    begin_int4_block(&room, codes, row_scales, w, split, at);
     for (int64_t g = 0; g < groups; g++) {
         for (int64_t i = 0; more && i < size / at.turns / groups; i += LINE, ahead += LINE) __builtin_prefetch(ahead, 0, TO_L2);
         if (w->zeros)
-            NAME(int4_tiles_group)(&room, w, at.panel, g * w->group, 1);
+            int4_tiles_group(&room, w, at.panel, g, 1);
         else
-            NAME(int4_tiles_group)(&room, w, at.panel, g * w->group, 0);
+            int4_tiles_group(&room, w, at.panel, g, 0);
     }
     for (int64_t t = 0; t < room.tiles; t++) {
         int64_t row = split->from + at.block * split->height + t * room.height, end = split->from + split->rows;
         int64_t rows = end - row < room.height ? end - row : room.height, skipped = room.height - rows;
-        for (int64_t r = skipped; r < room.height; r++)
-            for (int c = 0; c < COLUMNS; c++) room.total[t][r][c] *= row_scales[row + r - skipped];
         NAME(put_block)(room.total[t] + skipped, w, y, row, rows, at.panel, kind);
     }
 }
@@ -147,7 +129,7 @@ static void NAME(int4_tiles_block)(const uint8_t *codes, const float *row_scales
 TEAM void NAME(team_int4_tiles)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, int64_t rows,
                                 int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
-    const RowSplit split = split_int4_rows(0, rows, codes_of(w->inputs));
+    const RowSplit split = split_int4_rows(0, rows, row_bytes(w));
     begin_int4_tiles(&split, w->group);
 #pragma omp for schedule(guided, 1) nowait
     for (int64_t at = 0; at < split.blocks * panels; at++)

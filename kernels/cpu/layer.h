@@ -20,14 +20,14 @@ typedef struct {
     REAL *x, *residual;                     /* (tokens, hidden): input and output */
     REAL *normed, *qkv, *activated;         /* buffers: (tokens, hidden), (tokens, heads * dim), (tokens, inner) */
     uint8_t *codes;                         /* for quantised weights: (tokens, most inputs padded) */
-    float *row_scales;                      /* (tokens,) */
+    float *row_scales;                      /* (tokens, most of `scales_of` all weights) */
     NAME(Parts) parts;                      /* blocks to copy after the step's K and V are stored */
     NAME(Adapted) adapted;                  /* the tokens that have an adapter */
     NAME(Teams) teams;                      /* the functions for the kind of cache of the step */
 } NAME(LayerStep);
 
 INLINE void NAME(multiply_all)(const NAME(LayerStep) *s, const REAL *x, const Weight *weight, REAL *y, int64_t kind) {
-    if (weight->starts)
+    if (has_quantized_rows(weight))
         NAME(team_quantized_linear)(x, weight, y, s->codes, s->row_scales, s->heads.tokens, kind);
 #if IN_SLICES
     else if (is_mxfp4(weight))

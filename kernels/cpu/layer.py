@@ -12,7 +12,7 @@ from torch import Tensor
 from batchinfer_kernels.copy_parts import FIELDS
 from batchinfer_kernels.cpu.attention_plan import Items
 from batchinfer_kernels.cpu.low_rank import AdaptedRoom, PackedLowRank, check_adapted_rows
-from batchinfer_kernels.cpu.packed_weights import KINDS, PackedWeight, codes_room
+from batchinfer_kernels.cpu.packed_weights import KINDS, PackedWeight, codes_room, scales_room
 from batchinfer_kernels.cpu.structures import (
     AdaptedStructure,
     Attention,
@@ -258,7 +258,7 @@ class _Tensors:
         widths = (layer.hidden, layer.weights.qkv.columns, layer.inner)
         inputs = max(layer.hidden, layer.inner, attended.shape[2])
         codes = codes_room(tokens, inputs)
-        scales = torch.empty(tokens, dtype=torch.float32)
+        scales = scales_room(tokens, *(getattr(layer.weights, name) for name in ("qkv", "o", "up", "down")))
         rooms = [x.new_empty(tokens, width) for width in widths]
         return cls(left, residual, attended, (*rooms, codes, scales))
 

@@ -10,7 +10,7 @@
 #define FETCHED_CODES 4096 /* bytes to prefetch ahead: a page, which the CPU's prefetcher does not cross */
 
 /* Returns true for an MXFP4 weight. */
-INLINE int is_mxfp4(const Weight *w) { return w->group && !w->starts; }
+INLINE int is_mxfp4(const Weight *w) { return w->form == MXFP4; }
 
 /* GCC splits a conversion of vectors of other widths into scalar ones. */
 INLINE vi words_of_bytes(const uint8_t *from) {

@@ -28,6 +28,7 @@ KINDS: dict[Kind, int] = {
 }
 
 
+_FLOATS, _INT8, _INT4, _MXFP4 = range(4)  # forms of a weight, as in panels.h
 STEP_BYTES = 64  # bytes of a row that a tile product reads at once; as in panels.h
 MAX_CODE_BYTES = 2  # size of a quantised activation on the CPU that needs the widest; as in codes.h
 
@@ -47,6 +48,16 @@ def codes_room(rows: int, inputs: int) -> Tensor:
     return torch.empty(rows, MAX_CODE_BYTES * padded(inputs), dtype=torch.uint8)
 
 
+def scales_room(rows: int, *weights: PackedWeight) -> Tensor:
+    """Return an uninitialised buffer for the scales of quantised activations.
+
+    Args:
+        rows: number of rows of activations.
+        weights: the weights of the products that share the buffer.
+    """
+    return torch.empty(rows, max(weight.row_scales for weight in weights), dtype=torch.float32)
+
+
 def is_gated(kind: Kind) -> bool:
     """Return True if a product of this kind computes act(gate) * up: its weight has the gate's rows above up's rows."""
     return kind.endswith("gated")
@@ -62,9 +73,10 @@ class PackedWeight:
         bias: bias of each column, or None.
         shape: (outputs, inputs).
         kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
-        starts: initial value of each column's sum, which cancels the offset of 128 in quantised activations: -128 × the
-            sum of the column's values, int32; for int4 multiplied by the scales, float32. None: not quantised.
-        scales: scale of each column, or of each column and group.
+        starts: initial value of each column's sum in int8, which cancels the offset of 128 in quantised activations:
+            -128 × the sum of the column's values, int32. None: not in int8.
+        scales: scale of each column in int8, or of each column and group in int4; for MXFP4 the exponents (mxfp4.h).
+            None: not quantised.
         zeros: -scale × zero point of each column and group, or None.
         group: number of inputs of a column that share a scale, for int4; else 0.
         hadamard: number of inputs in a block of the Hadamard transform of the weight and of its activations. 0: neither
@@ -87,7 +99,12 @@ class PackedWeight:
         self.kind, self.panels = kind, panels
         self._kept = (bias, starts, scales, zeros)
         addresses = (address(tensor) for tensor in (panels, bias, starts, scales))
-        self.structure = Weight(*addresses, *shape, address(zeros), group, hadamard=hadamard)
+        form = _FLOATS
+        if starts is not None:
+            form = _INT8
+        elif scales is not None:
+            form = _MXFP4 if scales.dtype == torch.uint8 else _INT4
+        self.structure = Weight(*addresses, *shape, address(zeros), group, hadamard=hadamard, form=form)
 
     @property
     def columns(self) -> int:
@@ -105,12 +122,19 @@ class PackedWeight:
     @property
     def quantized(self) -> bool:
         """Return True if activations are quantised before they are multiplied by the weight, as for int8 and int4."""
-        return self._kept[1] is not None
+        return self.structure.form in (_INT8, _INT4)
 
     @property
     def widened(self) -> bool:
         """Return True if the weight is MXFP4. It is dequantised before the product; activations are not quantised."""
-        return self.panels.dtype == torch.uint8 and not self.quantized
+        return bool(self.structure.form == _MXFP4)
+
+    @property
+    def row_scales(self) -> int:
+        """Return the number of values that quantised activations have beside each row, as `scales_of` in C."""
+        if self.structure.form != _INT4:
+            return 1
+        return 2 * -(-self.inputs // self.structure.group)  # the scale of each group, and its offset
 
 
 class PackedExperts(PackedWeight):
@@ -122,7 +146,7 @@ class PackedExperts(PackedWeight):
         shape: (experts, outputs, inputs).
         kind: the operation after the product: none ("plain", or "float" for a float32 result) or an activation.
         starts: as in PackedWeight, one row per expert.
-        scales: as in PackedWeight, one row per expert; for MXFP4 the exponents (mxfp4.h).
+        scales: as in PackedWeight, one row per expert.
         group: as in PackedWeight; 32 for MXFP4.
         zeros: as in PackedWeight, one row per expert.
         hadamard: as in PackedWeight.

@@ -20,13 +20,15 @@ INLINE vf gate_factor(vf gate, const int kind, const int coarse) {
 }
 INLINE vf up_factor(vf up, const int kind) { return kind == CLAMPED_GATED ? clamped_up(up) : up; }
 
+/* The forms of a weight: not quantised, quantized_linear.h, int4_linear.h, mxfp4.h. */
+enum { FLOATS, INT8, INT4, MXFP4 };
+
 /* A packed weight. `bias` is in the order of the panels' columns, with padding, and may be NULL. So are `starts` and
- * `scales` of a quantised weight. An int4 weight has a `group` of inputs with scales and optional zeros, both (panels,
- * groups, PANEL); zeros are multiplied by the scales and negated. A weight with a `group` and no `starts` is MXFP4
- * (mxfp4.h). Otherwise `group` is 0. */
+ * `scales` of an int8 weight. An int4 weight has a `group` of inputs with scales and optional zeros, both (panels,
+ * groups, PANEL); zeros are multiplied by the scales and negated. */
 typedef struct {
     const void *panels, *bias;
-    const int32_t *starts; /* of each column: -128 times the sum of its values; int4: as floats, scaled */
+    const int32_t *starts; /* int8: -128 times the sum of each column's values */
     const float *scales;
     int64_t outputs, inputs;
     const float *zeros;
@@ -35,7 +37,11 @@ typedef struct {
     const int64_t *added_places; /* for each row of x: its row of `added`, counted from `added_first` on; below that: none */
     int64_t added_first;
     int64_t hadamard; /* inputs per block of the Hadamard transform; 0: the weight is not transformed */
+    int64_t form;
 } Weight;
+
+/* Returns true if rows are quantised before they are multiplied by the weight. */
+INLINE int has_quantized_rows(const Weight *w) { return w->form == INT8 || w->form == INT4; }
 
 INLINE int64_t panels_of(int64_t outputs, int gated) {
     return gated ? (outputs / 2 + PANEL / 2 - 1) / (PANEL / 2) : (outputs + PANEL - 1) / PANEL;

@@ -3,6 +3,9 @@
  * in linear.h, with four values per word. Since sum((x + 128) w) = sum(x w) + 128 sum(w), each sum starts at -128 times
  * the sum of its output's weights. A weight with `hadamard` multiplies transformed rows, as in quantized_linear.py. */
 
+/* Adding it to a number below 2^22 leaves the nearest integer, ties to even, in the lowest bits. */
+#define NEAREST 12582912.0f
+#define NEAREST_BITS 0x4b400000
 #define HADAMARD 64 /* the largest block of the Hadamard transform; as in quantized_linear.py */
 
 /* 1 and -1: at `distance` - 1, for the sums and the differences of lanes that are `distance` apart. */
@@ -82,7 +85,7 @@ INLINE float NAME(greatest_size)(const REAL *x, int64_t inputs, int64_t block, f
 INLINE float NAME(quantize_row)(const REAL *x, int64_t inputs, int64_t block, uint8_t *codes, const int past) {
     ON_LINES float kept[KEPT_FLOATS];
     float most = NAME(greatest_size)(x, inputs, block, kept), inverse = most > 0 && most < INFINITY ? 127.0f / most : 0.0f;
-    float shift = 12582912.0f + 128.0f; /* rounds to nearest even, plus the zero point; the lowest byte is the value */
+    float shift = NEAREST + 128.0f; /* the lowest byte is the value plus the zero point */
     for (int64_t from = 0; from < inputs; from += KEPT_FLOATS) {
         int64_t i = 0, count = inputs - from < KEPT_FLOATS ? inputs - from : KEPT_FLOATS;
         if (inputs > KEPT_FLOATS) NAME(load_floats)(x + from, count, block, kept);
@@ -125,10 +128,10 @@ INLINE void NAME(quantized_tile)(const uint8_t *x, const float *row_scales, cons
 
 #include "int4_linear.h"
 
-/* As `linear_block`, for quantised rows: `codes` (rows, inputs padded) and `row_scales` (rows,). */
+/* As `linear_block`, for quantised rows: `codes` (rows, row_bytes) and `row_scales` (rows, scales_of). */
 INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales, const Weight *w, void *y, const RowSplit *split,
                                   Place at, Waiting *waiting, int64_t kind) {
-    if (w->group) {
+    if (w->form == INT4) {
         NAME(int4_block)(codes, row_scales, w, y, split, at, kind);
         return;
     }
@@ -174,14 +177,18 @@ INLINE void NAME(quantized_block)(const uint8_t *codes, const float *row_scales,
 
 INLINE void NAME(quantize_rows)(const REAL *x, const Weight *w, uint8_t *codes, float *row_scales, int64_t rows,
                                 const int past) {
+    int64_t inputs = w->inputs, bytes = row_bytes(w), scales = scales_of(w);
 #pragma omp for schedule(static) nowait
     for (int64_t row = 0; row < rows; row++)
-        row_scales[row] = NAME(quantize_row)(x + row * w->inputs, w->inputs, w->hadamard, codes + row * codes_of(w->inputs), past);
+        if (w->form == INT4)
+            NAME(quantize_groups)(x + row * inputs, w, codes + row * bytes, row_scales + row * scales, past);
+        else
+            row_scales[row] = NAME(quantize_row)(x + row * inputs, inputs, w->hadamard, codes + row * bytes, past);
 }
 
 /* Quantises rows for a product with a weight. */
 TEAM void NAME(team_quantize)(const REAL *x, const Weight *w, uint8_t *codes, float *row_scales, int64_t rows) {
-    if (streamed(codes, rows, codes_of(w->inputs))) {
+    if (streamed(codes, rows, row_bytes(w))) {
         NAME(quantize_rows)(x, w, codes, row_scales, rows, 1);
         end_stream();
     } else {
@@ -194,13 +201,13 @@ TEAM void NAME(team_quantize)(const REAL *x, const Weight *w, uint8_t *codes, fl
 TEAM void NAME(team_quantized_linear)(const REAL *x, const Weight *w, void *y, uint8_t *codes, float *row_scales,
                                         int64_t rows, int64_t kind) {
     int64_t panels = panels_of(w->outputs, is_gated(kind));
-    const int in_tiles = TILES && !w->group;
-    const RowSplit split = split_quantized_rows(0, rows, w->inputs, w->group);
+    const int in_tiles = TILES && w->form == INT8;
+    const RowSplit split = split_quantized_rows(w, 0, rows);
     NAME(team_quantize)(x, w, codes, row_scales, rows);
     DONE(CODES);
     Waiting waiting;
 #if TILES
-    if (int4_in_tiles(rows, w->group)) {
+    if (w->form == INT4 && int4_in_tiles(rows, w->group)) {
         NAME(team_int4_tiles)(codes, row_scales, w, y, rows, kind);
 #pragma omp barrier
         return;

@@ -6,7 +6,6 @@
 #else
 #define ROUNDS_ONCE 0
 #endif
-#define NEAREST 12582912.0f /* adding it to a number below 2^22 leaves the nearest integer, ties to even, in the lowest bits */
 
 /* Returns the scale of one output, and its inverse, which is 0 if all its values become 0. `block`: inputs per block of
  * the Hadamard transform, or 0. */
@@ -123,24 +122,22 @@ INLINE vi choose_scales(const vf *values, int64_t group, const float *shares, vf
     return doubtful;
 }
 
-/* Packs the values of the lanes' groups, eight inputs per word as in int4_linear.h, and returns their sums. */
-INLINE vi put_group(const vf *values, int64_t group, vf scale, uint8_t *to) {
+/* Packs the values of the lanes' groups, eight inputs per word as in int4_linear.h. */
+INLINE void put_group(const vf *values, int64_t group, vf scale, uint8_t *to) {
     vf inverse = pick(scale != 0.0f, 1.0f / scale, splat(0.0f));
-    vi sum = splat_word(0);
     for (int64_t i = 0; i < group; i += 8, to += PANEL * 4) {
         vi word = splat_word(0);
         for (int n = 7; n >= 0; n--) { /* the last four inputs are in the upper halves of bytes */
             vi code = (vi)nearest_code(values[i + n / 2 + n % 2 * 4] * inverse);
-            sum += code, word = (word << 4) | (code & 15);
+            word = (word << 4) | ((code + 8) & 15);
         }
         *(vi *)to = word;
     }
-    return sum - (int32_t)(group * 0x4b400000); /* the bits of NEAREST */
 }
 
 /* Quantises one group of each of up to LANES consecutive outputs, and packs it from `to` on. */
 INLINE void NAME(round_group)(const REAL *x, int64_t inputs, int64_t group, int64_t count, const float *shares, vf *scale,
-                              vi *unsure, vi *sum, uint8_t *to) {
+                              vi *unsure, uint8_t *to) {
     vf values[GROUP];
     if (count < LANES) {
         REAL few[LANES * GROUP] = {0};
@@ -150,38 +147,39 @@ INLINE void NAME(round_group)(const REAL *x, int64_t inputs, int64_t group, int6
         NAME(turn_group)(x, inputs, group, values);
     }
     *unsure = choose_scales(values, group, shares, scale);
-    *sum = put_group(values, group, *scale, to);
+    put_group(values, group, *scale, to);
 }
 
 /* Quantises a weight and packs it as `pack_int4` does. inputs: a multiple of `group`, which is a multiple of twice
- * LANES and at most GROUP; scales, doubtful, sums of values: (outputs, groups). Doubtful groups must be quantised by
+ * LANES and at most GROUP; scales, doubtful: (outputs, groups). Doubtful groups must be quantised by
  * the reference and stored by `put_int4`. `shares`: those of the reference. */
 void NAME(round_int4)(const REAL *weight, int64_t outputs, int64_t inputs, int64_t gated, int64_t group, const float *shares,
-                      float *scales, uint8_t *doubtful, int32_t *sums, uint8_t *packed) {
+                      float *scales, uint8_t *doubtful, uint8_t *packed) {
     int64_t groups = inputs / group, panels = panels_of(outputs, gated), pairs = padded(inputs) / 8;
 #pragma omp parallel for collapse(2) schedule(dynamic, COLUMNS) /* dynamic, because a core may be reading the next layer */
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t part = 0; part < COLUMNS; part++) {
             int64_t first = output_of(panel, part * LANES, outputs, gated), count = 0;
             while (count < LANES && output_of(panel, part * LANES + count, outputs, gated) >= 0) count++;
+            for (int64_t i = 0; i < pairs && (count < LANES || inputs < padded(inputs)); i++)
+                memset(packed + ((panel * pairs + i) * PANEL + part * LANES) * 4, 0x88, LANES * 4); /* padding: 0 + 8 */
             for (int64_t g = 0; count && g < groups; g++) {
                 const REAL *from = weight + first * inputs + g * group;
                 uint8_t *to = packed + ((panel * pairs + g * group / 8) * PANEL + part * LANES) * 4;
                 vf scale;
-                vi unsure, sum;
+                vi unsure;
                 if (group == 32)
-                    NAME(round_group)(from, inputs, 32, count, shares, &scale, &unsure, &sum, to);
+                    NAME(round_group)(from, inputs, 32, count, shares, &scale, &unsure, to);
                 else
-                    NAME(round_group)(from, inputs, group, count, shares, &scale, &unsure, &sum, to);
+                    NAME(round_group)(from, inputs, group, count, shares, &scale, &unsure, to);
                 for (int64_t i = 0; i < count; i++) {
                     int64_t at = (first + i) * groups + g;
-                    scales[at] = scale[i], sums[at] = sum[i], doubtful[at] = unsure[i] != 0;
+                    scales[at] = scale[i], doubtful[at] = unsure[i] != 0;
                 }
             }
         }
 }
 
-#undef NEAREST
 #undef SHARES
 #undef GROUP
 #undef ROUNDS_ONCE

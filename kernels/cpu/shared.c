@@ -136,7 +136,7 @@ void pack_int4(const int8_t *weight, int64_t outputs, int64_t inputs, int64_t ga
                 for (int64_t column = 0; column < PANEL; column++) {
                     uint32_t halves[2], both;
                     memcpy(halves, runs[column] + i * 8, 8);
-                    both = (halves[0] & 0x0f0f0f0f) | (halves[1] & 0x0f0f0f0f) << 4;
+                    both = ((halves[0] & 0x0f0f0f0f) | (halves[1] & 0x0f0f0f0f) << 4) ^ 0x88888888; /* plus 8 each */
                     memcpy(packed + ((panel * pairs + from + i) * PANEL + column) * 4, &both, 4);
                 }
         }
@@ -151,51 +151,27 @@ INLINE int64_t column_of(int64_t output, int64_t outputs, int64_t gated) {
 /* Replaces `count` groups in a weight that `round_int4` packed. places: output * groups + group, of each; codes:
  * (count, group) int8. */
 void put_int4(const int8_t *codes, const int64_t *places, int64_t count, int64_t outputs, int64_t inputs, int64_t gated,
-              int64_t group, int32_t *sums, uint8_t *packed) {
+              int64_t group, uint8_t *packed) {
     int64_t groups = inputs / group, pairs = padded(inputs) / 8;
     for (int64_t n = 0; n < count; n++, codes += group) {
         int64_t column = column_of(places[n] / groups, outputs, gated);
         int64_t from = column / PANEL * pairs + places[n] % groups * (group / 8);
-        sums[places[n]] = 0;
         for (int64_t i = 0; i < group; i += 8) {
             uint32_t word = 0;
-            for (int k = 0; k < 8; k++) {
-                word |= (uint32_t)(codes[i + k] & 15) << (k % 4 * 8 + k / 4 * 4);
-                sums[places[n]] += codes[i + k];
-            }
+            for (int k = 0; k < 8; k++) word |= (uint32_t)((codes[i + k] + 8) & 15) << (k % 4 * 8 + k / 4 * 4);
             memcpy(packed + ((from + i / 8) * PANEL + column % PANEL) * 4, &word, 4);
         }
     }
 }
 
-/* Computes the sum of each group's values, (outputs, groups). codes: (outputs, inputs) int8. */
-void sum_groups(const int8_t *codes, int64_t outputs, int64_t inputs, int64_t group, int32_t *sums) {
-    int64_t groups = (inputs + group - 1) / group;
-#pragma omp parallel for schedule(static)
-    for (int64_t at = 0; at < outputs * groups; at++) {
-        int64_t from = at % groups * group, until = inputs - from < group ? inputs - from : group;
-        const int8_t *own = codes + at / groups * inputs + from;
-        int32_t sum = 0;
-        for (int64_t i = 0; i < until; i++) sum += own[i];
-        sums[at] = sum;
-    }
-}
-
-/* Computes the data of an int4 weight's columns from scales (outputs, groups) and the sums of values: starts
- * (columns,), and scales in the order of products, (panels, groups, PANEL). Both are 0 for padding. */
-void int4_columns(const float *scales, const int32_t *sums, int64_t outputs, int64_t groups, int64_t gated, float *starts,
-                  float *in_panels) {
+/* Computes the scales of an int4 weight in the order of products, (panels, groups, PANEL), from scales (outputs,
+ * groups). They are 0 for padding. */
+void int4_columns(const float *scales, int64_t outputs, int64_t groups, int64_t gated, float *in_panels) {
     int64_t columns = columns_of(outputs, gated);
 #pragma omp parallel for schedule(static, PANEL)
     for (int64_t column = 0; column < columns; column++) {
         int64_t output = output_of(column / PANEL, column % PANEL, outputs, gated);
         float *to = in_panels + column / PANEL * groups * PANEL + column % PANEL;
-        double start = 0;
-        for (int64_t g = 0; g < groups; g++) {
-            float scale = output < 0 ? 0.0f : scales[output * groups + g];
-            if (output >= 0) start += (double)sums[output * groups + g] * scale;
-            to[g * PANEL] = scale / 16;
-        }
-        starts[column] = (float)(-128 * start);
+        for (int64_t g = 0; g < groups; g++) to[g * PANEL] = output < 0 ? 0.0f : scales[output * groups + g];
     }
 }

@@ -22,7 +22,7 @@ class Weight(ctypes.Structure):
         ("group", _L),
         *((name, _P) for name in ("added", "added_places")),
         ("added_first", _L),
-        ("hadamard", _L),
+        *((name, _L) for name in ("hadamard", "form")),
     ]
 
 

@@ -58,7 +58,9 @@ INLINE void fetch_lines(Fetch *fetch) {
 }
 
 #define DOT_TILES(sum, x, weight) do { \
-        if (codes) \
+        if (codes == INT4) \
+            tile_dot_int4(sum, x, weight); \
+        else if (codes) \
             tile_dot_int8(sum, x, weight); \
         else \
             tile_dot_bf16(sum, x, weight); \

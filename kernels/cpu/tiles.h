@@ -4,7 +4,7 @@
  *
  * TILES is 1 if tiles are available: those of the CPU, if the compiler targets them and NO_TILES is not defined (the
  * build defines it if the system does not grant tiles). If EMULATED_TILES is defined, C code computes what Intel's
- * manual specifies (Software Developer's Manual, volume 2, TDPBF16PS and TDPBUSD), bit by bit, on any CPU. It is slow,
+ * manual specifies (Software Developer's Manual, volume 2, TDPBF16PS, TDPBUSD and TDPBSUD), bit by bit, on any CPU. It is slow,
  * and only for tests. Tiles are named by literals.
  *
  * A thread configures its tiles, which clears them, and releases them when it is done: tiles in use add 8 KiB to every
@@ -60,6 +60,7 @@ INLINE void tiles_release(void) { _tile_release(); }
 #define tile_store(tile, to, stride) do { _tile_stored(tile, to, stride); } while (0)
 #define tile_dot_bf16(sum, x, weight) do { _tile_dpbf16ps(sum, x, weight); } while (0)
 #define tile_dot_int8(sum, x, weight) do { _tile_dpbusd(sum, x, weight); } while (0)
+#define tile_dot_int4(sum, x, weight) do { _tile_dpbsud(sum, x, weight); } while (0)
 
 #elif TILES
 typedef struct {
@@ -170,8 +171,9 @@ static __attribute__((noinline, unused)) void tile_dot_bf16(int sum, int x, int 
     }
 }
 
-/* Multiplies unsigned bytes of x by signed bytes of the weight; sums do not saturate. */
-static __attribute__((noinline, unused)) void tile_dot_int8(int sum, int x, int weight) {
+/* Multiplies bytes of x by bytes of the weight; sums do not saturate. `x_signed`: x is signed and the weight unsigned,
+ * else the other way round. */
+static void tile_dot_bytes(int sum, int x, int weight, int x_signed) {
     check_product(sum, x, weight);
     EmulatedTile *s = emulated_tiles + sum;
     const EmulatedTile *a = emulated_tiles + x, *b = emulated_tiles + weight;
@@ -179,8 +181,18 @@ static __attribute__((noinline, unused)) void tile_dot_int8(int sum, int x, int 
         for (int k = 0; k < a->words; k++)
             for (int n = 0; n < s->words; n++)
                 for (int shift = 0; shift < 32; shift += 8) {
-                    int32_t of_x = a->word[m][k] >> shift & 0xff, of_weight = (int8_t)(b->word[k][n] >> shift & 0xff);
+                    int32_t of_x = a->word[m][k] >> shift & 0xff, of_weight = b->word[k][n] >> shift & 0xff;
+                    if (x_signed)
+                        of_x = (int8_t)of_x;
+                    else
+                        of_weight = (int8_t)of_weight;
                     s->word[m][n] += (uint32_t)(of_x * of_weight);
                 }
+}
+static __attribute__((noinline, unused)) void tile_dot_int8(int sum, int x, int weight) {
+    tile_dot_bytes(sum, x, weight, 0);
+}
+static __attribute__((noinline, unused)) void tile_dot_int4(int sum, int x, int weight) {
+    tile_dot_bytes(sum, x, weight, 1);
 }
 #endif

@@ -39,12 +39,9 @@ def assert_packed_alike(
         assert_same_bits((found.panels, got), (wanted.panels, expected))
 
 
-def parts(weight: PackedWeight) -> tuple[Tensor, Tensor]:
-    """Return the starts of a weight's columns and the scales of their groups."""
-    _, starts, scales, _ = weight._kept
-    assert starts is not None
-    assert scales is not None
-    return starts, scales
+def parts(weight: PackedWeight) -> list[Tensor]:
+    """Return the starts of an int8 weight's columns, and the scales of columns or of their groups."""
+    return [part for part in weight._kept[1:3] if part is not None]
 
 
 def strange(weight: Tensor) -> Tensor:
