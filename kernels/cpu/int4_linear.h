@@ -71,8 +71,28 @@ INLINE float NAME(quantize_group)(const REAL *x, int64_t inputs, uint8_t *codes,
             codes[from + i] = (uint8_t)code, sum += code - NEAREST_BITS;
         }
     }
-    for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
-    *offset = -8 * sum;
+    *offset = -8 * (sum + lane_sum_words(sums));
+    return most < INFINITY ? most / 127.0f : NAN;
+}
+
+/* As `quantize_group`, for a group of `vectors` (a constant) whole vectors, which stay in registers. */
+INLINE float NAME(quantize_held_group)(const REAL *x, uint8_t *codes, int32_t *offset, const int vectors, const int past) {
+    vf v[8];
+    vi tops = splat_word(0), sums = splat_word(-vectors * NEAREST_BITS);
+    for (int n = 0; n < vectors; n++) {
+        v[n] = LOADV(x + n * LANES);
+        tops = larger_word(tops, (vi)v[n] & 0x7fffffff);
+    }
+    int32_t bits = largest_word(tops);
+    float most;
+    memcpy(&most, &bits, 4);
+    vf inverse = splat(most > 0 && most < INFINITY ? 127.0f / most : 0.0f);
+    for (int n = 0; n < vectors; n++) {
+        vi code = (vi)fused(v[n], inverse, splat(NEAREST));
+        sums += code;
+        past ? stream_bytes(codes + n * LANES, code) : store_bytes(codes + n * LANES, code);
+    }
+    *offset = -8 * lane_sum_words(sums);
     return most < INFINITY ? most / 127.0f : NAN;
 }
 
@@ -81,7 +101,15 @@ INLINE void NAME(quantize_groups)(const REAL *x, const Weight *w, uint8_t *codes
     int64_t groups = groups_of(w);
     for (int64_t g = 0, from = 0; g < groups; g++, from += w->group) {
         int64_t count = w->inputs - from < w->group ? w->inputs - from : w->group;
-        scales[g] = NAME(quantize_group)(x + from, count, codes + from, (int32_t *)scales + groups + g, past);
+        int32_t *offset = (int32_t *)scales + groups + g;
+        if (count == 2 * LANES)
+            scales[g] = NAME(quantize_held_group)(x + from, codes + from, offset, 2, past);
+        else if (count == 4 * LANES)
+            scales[g] = NAME(quantize_held_group)(x + from, codes + from, offset, 4, past);
+        else if (count == 8 * LANES)
+            scales[g] = NAME(quantize_held_group)(x + from, codes + from, offset, 8, past);
+        else
+            scales[g] = NAME(quantize_group)(x + from, count, codes + from, offset, past);
     }
     memset(codes + w->inputs, 0, padded(w->inputs) - w->inputs);
 }

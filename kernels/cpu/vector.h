@@ -616,6 +616,20 @@ INLINE int any_greater(vf v, float bound) {
 }
 
 /* Returns the largest lane; if one is NaN, any of them or NaN. */
+INLINE int32_t lane_sum_words(vi v) {
+#if LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)v);
+#elif LANES == 8
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+    __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
+#endif
+}
+
 INLINE float lane_max(vf v) {
 #if LANES == 16
     return _mm512_reduce_max_ps((__m512)v);
