@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from batchinfer.models.adapters.merging import MergedWeights
 from batchinfer.models.adapters.sizes import AdapterSizes, adapter_sizes
 from batchinfer.models.adapters.stored_adapter import DORA_NOT_SHARDED, StoredAdapter, inspect_adapter
 from batchinfer.models.checkpoint.checkpoint import Checkpoint
-from batchinfer.models.checkpoint.outliers import WatchedWeights, warning_of
 from batchinfer.models.checkpoint.smoothing import SmoothedWeights
 from batchinfer.models.checkpoint.stored_parts import check_parts
 from batchinfer.models.checkpoint.weights import CheckpointWeights, ReadCount, Weights
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 Source: TypeAlias = "ModelSource | ForeignSource"
 # Returns a model with loaded weights; see ModelSource.load
 Decoders: TypeAlias = "Callable[[Ops, int], Decoder] | Callable[[Ops, int], TransformersModel]"
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +155,15 @@ class ModelSource:
         room = None if self.adapter_slots is None else AdapterRoom(self.adapter_slots, arithmetic.device)
         # If not all adapters fit the device, they stay in host memory until they are needed
         kept = (arithmetic.dtype, arithmetic.device if room is None else torch.device("cpu"))
-        rounded = self._is_rounded
         with self.weights(*place) as own:
             stored = self._merge_adapter(own)
             with AdaptedWeights(stored, self.spec, adapters, *kept, self._part, self.folder) as adapted:
-                watched = WatchedWeights(SmoothedWeights(adapted, self.spec, self.ranks.experts), self.spec)
-                # Searching for outliers takes time, which only runs with quantised weights need
-                weights = watched if rounded else adapted
+                weights = (
+                    SmoothedWeights(adapted, self.spec, self.ranks.experts) if self._is_rounded else adapted
+                )
                 packed = pack_weights(
                     self.spec, weights, ops, arithmetic.device, len(adapters), room, self.ranks
                 )
-        warning = warning_of(watched.worst) if rounded else None
-        if warning is not None:
-            _log.warning("%s", warning)
         return partial(Decoder, packed)
 
     @contextmanager

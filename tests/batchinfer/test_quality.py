@@ -237,24 +237,6 @@ def test_outlier_channels_of_norms_cost_int8_nothing(times: int, tmp_path: Path)
     assert found.mean() < MOST_MEAN
 
 
-@pytest.mark.parametrize(("times", "warned"), [(1, False), (30, False), (4096, True)])
-def test_outliers_that_stay_are_warned_of(
-    times: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """If no smaller weights read a channel, half of its ratio moves into them, and half stays."""
-    model = with_outliers(tmp_path / "model", times)
-    if warned:
-        tensors, plain = (load_file(at / "model.safetensors") for at in (model, QUICKSTART / "model"))
-        norms = {name: tensor for name, tensor in tensors.items() if name.endswith("layernorm.weight")}
-        save_file(plain | norms, model / "model.safetensors", metadata={"format": "pt"})
-    load(model, "float32", blocks=40)
-    assert "outlier" not in caplog.text
-    assert "int8" not in caplog.text
-    load(model, "float32", "int8", blocks=40)
-    assert ("int8 may change answers" in caplog.text) is warned
-    assert ("of layer" in caplog.text) is warned
-
-
 @pytest.mark.slow
 def test_accuracy_holds_in_every_arithmetic(tmp_path: Path) -> None:
     """Accuracy lost against float32: at most 0.3 points in bfloat16, 1 in int8."""

@@ -36,11 +36,13 @@ _ABSENT: Mapping[str, Any] = {
     "version": 1,
 }
 # The version of the arithmetic of quantised weights, by device. Increase it when results change: answers get new work
-# keys, and `plan` and `run` say how many stored answers of earlier versions run again. Version 1 adds nothing to keys
+# keys, and `plan` and `run` say how many stored answers of earlier versions run again. Version 1 adds nothing to keys.
+# Version 2: int8 weights, and the int8 output head of int4 models, are transformed by a Hadamard matrix; on CPUs,
+# activations for int4 weights have a scale per group
 VERSIONS: Mapping[Quantization, Mapping[Device, int]] = {
-    "int4": {"cpu": 1, "cuda": 1},
-    "int8": {"cpu": 1, "cuda": 1},
-    "stored-int4": {"cpu": 1, "cuda": 1},
+    "int4": {"cpu": 2, "cuda": 2},
+    "int8": {"cpu": 2, "cuda": 2},
+    "stored-int4": {"cpu": 2, "cuda": 1},
 }
 _SAME_VALUES = ("stored-mxfp4", "stored-sparse")  # equal to the dequantised or dense values
 

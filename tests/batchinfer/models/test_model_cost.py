@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from batchinfer.engine.schedule.budget import step_tokens
 from batchinfer.models.checkpoint.dummy import DummyWeights
-from batchinfer.models.checkpoint.outliers import WatchedWeights
 from batchinfer.models.sources import ModelSource
 from batchinfer.models.spec.model_cost import model_cost
 from batchinfer.models.spec.parameters import parameter_count
@@ -115,21 +113,3 @@ def test_steps_have_more_tokens_if_each_uses_few_weights() -> None:
     experts = model_cost(spec_of(30), 2)
     wanted = {cost: step_tokens(cost, peaks, 1, 0) for cost in (dense, experts)}
     assert wanted == {dense: 1024, experts: 2048}
-
-
-def test_an_outlier_of_a_single_expert_is_seen() -> None:
-    spec = spec_of()
-
-    class Loud(DummyWeights):
-        def layer(self, index: int) -> dict[str, torch.Tensor]:
-            weights = dict(super().layer(index))
-            if index == 1:
-                weights["experts.gate_up"].view(EXPERTS, 2, INNER, HIDDEN)[7, 1, 5] *= 40
-            return weights
-
-    watched = WatchedWeights(Loud(spec, torch.float32, "cpu"), spec)
-    for index in range(len(spec.layers)):
-        watched.layer(index)
-    assert watched.worst is not None
-    assert (watched.worst.where, watched.worst.channel) == ("up projection of layer 1", 5)
-    assert watched.worst.ratio > 30
