@@ -89,7 +89,7 @@ def prompts(questions: int = QUESTIONS, classes: int = CLASSES, seed: int = 0) -
             re.findall(r"^(Package|Section|Description|Depends|Tag): (.*(?:\n .*)*)", block, re.MULTILINE)
         )
         if len(found) == 5:
-            tags, depends = (re.sub(r"\s+", " ", found[key])[:300] for key in ("Tag", "Depends"))
+            tags, depends = (re.sub(r"\s+", " ", found[key])[:150] for key in ("Tag", "Depends"))
             text = f"{found['Package']}: {found['Description']}\nIt depends on: {depends}\nTags: {tags}"
             known.add((text, found["Section"].split("/")[-1]))
     rng, packages = random.Random(seed), sorted(known)
@@ -183,12 +183,12 @@ def run_job(
     """
     dtype, quantization = FORMATS[name]
     folder.mkdir(parents=True, exist_ok=True)
-    rows = "".join(json.dumps({"id": at, "text": prompt.text}) + "\n" for at, prompt in enumerate(asked))
+    rows = "".join(json.dumps({"text": prompt.text}) + "\n" for prompt in asked)
     (folder / "rows.jsonl").write_text(rows)
     job = {
         "name": name,
         "model": {"path": str(path), "dtype": dtype, "quantization": quantization},
-        "input": {"path": "rows.jsonl", "id": "id"},
+        "input": {"path": "rows.jsonl"},
         "prompt": {"user": "{{ text }}"},
         "sampling": {"max_tokens": MAX_TOKENS, "temperature": 0},
         "output": {"path": "results"},
@@ -198,10 +198,12 @@ def run_job(
     if tree is not None:
         environment["PYTHONPATH"] = f"{tree}:{tree / '.typing'}"
     command = [sys.executable, "-m", "batchinfer", "run", str(folder / "job.yaml")]
-    subprocess.run(command, check=True, env=environment, cwd=folder, stderr=subprocess.DEVNULL)
-    results = pq.read_table(folder / "results").sort_by("id").to_pydict()
+    subprocess.run(
+        command, check=True, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    results = pq.read_table(folder / "results").sort_by("row_id").to_pydict()
     (report,) = pq.read_table(next((folder / "results-report").glob("run-*.parquet"))).to_pylist()
-    return [text or "" for text in results["text"]], report
+    return [text or "" for text in results["generated_text"]], report
 
 
 def compare(asked: Sequence[Prompt], wanted: Sequence[str], found: Sequence[str]) -> Agreement:
