@@ -40,9 +40,9 @@ def hadamard_transform(x: Tensor) -> Tensor:
     Returns:
         (..., K) float32.
     """
-    block, distance, wide = hadamard_size(x.shape[-1]), 1, x.float()
+    block, distance, wide = hadamard_size(x.shape[-1]), 1, x.float().contiguous()
     while distance < block:
-        first, second = wide.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        first, second = wide.view(*wide.shape[:-1], -1, 2, distance).unbind(-2)
         wide = torch.stack((first + second, first - second), -2).flatten(-3)
         distance *= 2
     return wide

@@ -134,7 +134,8 @@ class PackedWeight:
         """Return the number of values that quantised activations have beside each row, as `scales_of` in C."""
         if self.structure.form != _INT4:
             return 1
-        return 2 * -(-self.inputs // self.structure.group)  # the scale of each group, and its offset
+        groups: int = -(-self.inputs // self.structure.group)
+        return 2 * groups  # the scale of each group, and its offset
 
 
 class PackedExperts(PackedWeight):

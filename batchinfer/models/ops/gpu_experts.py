@@ -192,7 +192,7 @@ class TritonHeads(HeadsLinear):
 
     def __init__(self, weights: ExpertWeights, deterministic: bool) -> None:
         self._weight, self._scales = weights.weight.contiguous(), weights.scales
-        self._options = {"deterministic": deterministic, "hadamard": weights.hadamard}
+        self._deterministic, self._hadamard = deterministic, weights.hadamard
 
     @property
     def values(self) -> Tensor | None:
@@ -208,5 +208,12 @@ class TritonHeads(HeadsLinear):
         (tokens, heads, _), weight = x.shape, self._weight
         starts = torch.arange(heads + 1, device=x.device) * tokens
         rows = x.transpose(0, 1).reshape(heads * tokens, -1)
-        made = grouped_matmul(rows, weight, starts, scales=self._scales, **self._options)
+        made = grouped_matmul(
+            rows,
+            weight,
+            starts,
+            scales=self._scales,
+            deterministic=self._deterministic,
+            hadamard=self._hadamard,
+        )
         return made.view(heads, tokens, -1).transpose(0, 1)
