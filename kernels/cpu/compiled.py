@@ -200,7 +200,7 @@ class CompiledOperators(CachedOperators):
     def pack_rounded_int8(self, weight: Tensor, bias: Tensor | None, kind: Kind = "plain") -> PackedWeight:
         """Quantise the Hadamard transform of a weight to int8 and pack it.
 
-        The bits are those of `round_int8` and `pack_codes`.
+        `round_int8` and `pack_codes` give the same bits.
 
         Args:
             weight: (outputs, inputs).

@@ -131,7 +131,7 @@ class PackedWeight:
 
     @property
     def row_scales(self) -> int:
-        """Return the number of values that quantised activations have beside each row, as `scales_of` in C."""
+        """Return the number of scales and offsets of a row of quantised activations, as `scales_of` in C."""
         if self.structure.form != _INT4:
             return 1
         groups: int = -(-self.inputs // self.structure.group)

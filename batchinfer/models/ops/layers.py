@@ -137,7 +137,7 @@ class CodedWeight:
         group: The number of inputs that share a scale in int4; see batchinfer_kernels.int4_linear. 0: scales are not
             per group.
         zeros: (outputs, inputs / group) float32, the zero points of int4. None: they are 0.
-        hadamard: True if int8 values are those of a transformed weight; see batchinfer_kernels.quantized_linear.
+        hadamard: True if the weight was transformed before it was quantised to int8; see batchinfer_kernels.quantized_linear.
     """
 
     codes: Tensor
@@ -229,7 +229,7 @@ class ExpertWeights:
         group: The number of inputs that share a scale in int4. 0: scales are not per group.
         zeros: The zero points of each expert's weight in int4. None: they are 0.
         form: The form in which packing stores float weights, by quantising them. None: they are not quantised.
-        hadamard: True if int8 values are those of transformed weights, as in `CodedWeight`.
+        hadamard: True if the weights were transformed, as in `CodedWeight`.
     """
 
     weight: Tensor
