@@ -137,7 +137,8 @@ class CodedWeight:
         group: The number of inputs that share a scale in int4; see batchinfer_kernels.int4_linear. 0: scales are not
             per group.
         zeros: (outputs, inputs / group) float32, the zero points of int4. None: they are 0.
-        hadamard: True if the weight was transformed before it was quantised to int8; see batchinfer_kernels.quantized_linear.
+        hadamard: True if the weight was transformed before it was quantised to int8; see
+            batchinfer_kernels.quantized_linear.
     """
 
     codes: Tensor
