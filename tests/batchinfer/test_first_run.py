@@ -93,7 +93,7 @@ def test_without_a_compiler_the_engine_logs_it(monkeypatch, tmp_path):
     notices: list[str] = []
     with build_in_background(CPU, notices.append) as operators:
         operators.mark_needed()
-        operators.look()
+        operators.notify_progress()
     assert not notices
     assert operators.facts == {}
 
@@ -109,11 +109,11 @@ def test_nothing_is_compiled_for_a_gpu(nothing_compiled):
 def test_early_compilation_takes_no_time_of_the_engine(nothing_compiled):
     notices: list[str] = []
     with build_in_background(CPU, notices.append) as operators:
-        operators.look()
+        operators.notify_progress()
         assert operators._build is not None
         operators._build._thread.join()
         operators.mark_needed()
-        operators.look()
+        operators.notify_progress()
     assert operators.facts["operators_wait_s"] == 0 < operators.facts["operators_build_s"]
     assert notices[0] == COMPILING
     assert len(notices) == 2

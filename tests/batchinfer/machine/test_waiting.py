@@ -13,7 +13,7 @@ def test_a_poll_counts_for_a_bounded_time() -> None:
     waited = WaitTimer(most_s=0.5, clock=lambda: now)
     for passed, seconds in ((0.25, 0.25), (0.3, 0.55), (13.0, 1.05), (0.1, 1.15)):
         now += passed
-        assert waited.look() == pytest.approx(seconds)
+        assert waited.update() == pytest.approx(seconds)
     waited.reset()
     now += 0.2
-    assert waited.look() == pytest.approx(0.2)
+    assert waited.update() == pytest.approx(0.2)

@@ -130,11 +130,14 @@ QUANTIZED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_
 def check_rounded(
     found: list[list[torch.Tensor]], wanted: list[torch.Tensor], exact: list[torch.Tensor]
 ) -> None:
-    """Check that ranks are as close to the float model as one process: each rank rounds its activations."""
+    """Check that ranks are nearly as close to the float model as one process.
+
+    Each rank rounds its activations, and may transform them in smaller blocks.
+    """
     missed = torch.cat(wanted) - torch.cat(exact)
     for rank in found:
         least = 1e-5 * torch.cat(exact).norm()  # where codes are widened, nothing is rounded
-        assert (torch.cat(rank) - torch.cat(exact)).norm() < 1.2 * missed.norm() + least
+        assert (torch.cat(rank) - torch.cat(exact)).norm() < 2 * missed.norm() + least
 
 
 @pytest.mark.sample(4)

@@ -46,7 +46,7 @@ def launched(*fates: type[BatchInferError] | str | None) -> tuple[Launch, Memory
     transport = MemoryTransport(lambda _: Ending(next(left)))
     launch = Launch(transport)
     launch.open([SPEC] * len(fates))
-    launch.look()
+    launch.receive_messages()
     launch.load()
     return launch, transport
 
@@ -55,7 +55,7 @@ def looked(launch: Launch) -> int | None:
     """Return the exit code of the error that ends the run."""
     try:
         for _ in range(20):
-            launch.look()
+            launch.receive_messages()
     except BatchInferError as error:
         return error.exit_code
     return None

@@ -102,14 +102,14 @@ def watch(clock: Clock, said: list[str], left_s: float, engine_s: float | None) 
 def test_a_missed_deadline_is_reported_once() -> None:
     clock, said = Clock(), list[str]()
     found = watch(clock, said, 1000.0, 800.0)
-    found.look(5000.0)
+    found.warn_if_late(5000.0)
     assert not said, "the first steps say little"
     clock.go(FIRST_LOOK_S)
     for left_s in (900.0, None):
-        found.look(left_s)
+        found.warn_if_late(left_s)
     assert not said
-    found.look(1570.0)
-    found.look(2000.0)
+    found.warn_if_late(1570.0)
+    found.warn_if_late(2000.0)
     (line,) = said
     assert line.startswith(
         "the deadline (2026-06-01 12:17) will be missed by about 10 min at the present rate; "
@@ -120,7 +120,7 @@ def test_a_deadline_that_the_forecast_missed_is_not_reported_again() -> None:
     clock, said = Clock(), list[str]()
     found = watch(clock, said, 100.0, 800.0)
     clock.go(200)
-    found.look(600.0)
+    found.warn_if_late(600.0)
     assert not said
 
 
@@ -137,9 +137,9 @@ def test_only_a_run_reports_a_missed_deadline_if_the_forecast_is_an_upper_bound(
     assert "12 min after it if every answer has max_tokens tokens" in deadline.text
     found = DeadlineWatch(deadline, said.append, clock)
     clock.go(FIRST_LOOK_S)
-    found.look(50.0)
+    found.warn_if_late(50.0)
     assert not said
-    found.look(80.0)
+    found.warn_if_late(80.0)
     assert len(said) == 1
 
 
@@ -152,7 +152,7 @@ def test_answers_count_until_then() -> None:
     clock.go(0.1)
     found.answered(1, 7)
     assert (found.rows, found.output_tokens) == (3, 35)
-    found.look(None)
+    found.warn_if_late(None)
     assert len(said) == 1, "past it, whatever the rate"
 
 
