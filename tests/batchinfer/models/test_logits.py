@@ -47,7 +47,10 @@ def check_logits(folder: Path, model: Any, *, lengths: tuple[int, ...] = LENGTHS
     for chunk, block_size in CHUNKS:
         found = run_paged(decoder, ops, prompts, chunk=chunk, block_size=block_size)
         for got, want in zip(found, wanted, strict=True):
-            torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+            # Rounding grows with the logits. Of gpt_neox with 640 hidden values, their standard deviation is 5. float32
+            # then differs from float64 by 2e-3 in transformers and here, and the two differ by 3e-4
+            atol = 1e-4 * max(1.0, float(wanted[-1].std()))
+            torch.testing.assert_close(got, want, atol=atol, rtol=1e-4)
     assert pickle.loads(pickle.dumps(checkpoint.spec)) == checkpoint.spec, "engines get it"
     assert wanted[-1].std() > 0.3, "logits too flat to tell a right decoder from a wrong one"
     return checkpoint
