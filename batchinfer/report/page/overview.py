@@ -91,6 +91,7 @@ def tiles(row: RunRow) -> Iterator[Tile]:
     if row["steps"] and (saved := _saved(row)) is not None:
         share = _share(saved, saved + row["prompt_tokens_run"])
         yield Tile("prompt tokens saved", percent(share), f"{short_number(saved)} by prefixes and duplicates")
+    yield from _quality(row)
     if row["worker_peak_rss_bytes"] is not None:
         parent = row["parent_peak_rss_bytes"]
         more = f"of the engine; {size(parent)} of the parent" if parent else ""
@@ -114,6 +115,14 @@ def _answers(row: RunRow) -> Iterator[Tile]:
         yield Tile("median score", f"{row['score_p50']:.3g}", spread)
     if row["dimensions"] is not None:
         yield Tile("dimensions", count(row["dimensions"]), "of a vector")
+
+
+def _quality(row: RunRow) -> Iterator[Tile]:
+    if row["quality_top1"] is not None:
+        more = f"as with unquantised weights; KL {row['quality_kl']:.2g} nats"
+        yield Tile("same next token", percent(row["quality_top1"]), more)
+    if row["quality_cosine"] is not None:
+        yield Tile("cosine", f"{row['quality_cosine']:.4f}", "to vectors of unquantised weights")
 
 
 def _row_tile(row: RunRow) -> Tile:

@@ -376,6 +376,15 @@ def test_cost_energy_and_deadline_are_shown_where_they_are_known(row: RunRow) ->
     assert {("5.40 kJ", "0.25 J/token"), ("0.01", "at 2.50 an hour"), deadline} <= told
 
 
+def test_measured_quality_is_shown_where_it_is_known(row: RunRow) -> None:
+    measured = {"quality_kl": 0.00812, "quality_top1": 0.952, "quality_cosine": 0.99987}
+    before, after = ({(tile.value, tile.more) for tile in tiles(one)} for one in (row, row | measured))
+    assert after - before == {
+        ("95.2%", "as with unquantised weights; KL 0.0081 nats"),
+        ("0.9999", "to vectors of unquantised weights"),
+    }
+
+
 def test_weights_in_codes_are_named_as_elsewhere(row: RunRow) -> None:
     for quantization, told in (("stored", "stored fp8 weights"), ("int8", "int8 weights")):
         assert heading(row | {"quantization": quantization, "trial": False}).facts[-1] == told
