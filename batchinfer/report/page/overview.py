@@ -120,7 +120,7 @@ def _answers(row: RunRow) -> Iterator[Tile]:
 def _quality(row: RunRow) -> Iterator[Tile]:
     if row["quality_top1"] is not None:
         more = f"as with unquantised weights; KL {row['quality_kl']:.2g} nats"
-        yield Tile("same next token", percent(row["quality_top1"]), more)
+        yield Tile("same next token", f"{row['quality_top1']:.1%}", more)
     if row["quality_cosine"] is not None:
         yield Tile("cosine", f"{row['quality_cosine']:.4f}", "to vectors of unquantised weights")
 
