@@ -29,6 +29,7 @@ else:
 pytestmark = pytest.mark.ray
 QUICKSTART = Path(__file__).parents[2] / "jobs/quickstart/job.yaml"
 MANY = [{"id": f"r{i}", "text": f"word {i} " * (1 + i % 7)} for i in range(240)]
+KILLS = 13  # of a run; 52 in all four
 LONGER = [{"id": f"r{i}", "text": f"word {i} " * (1 + i % 7)} for i in range(2400)]
 STEP_S = 0.06
 
@@ -165,19 +166,19 @@ def test_many_killed_actors(
     drawn, killed = random.Random(f"{seed()} {run}"), 0
     place.rows(*LONGER)
     process = on.run("job.yaml", folder=place.folder)
-    while process.poll() is None and killed < 13:
+    while process.poll() is None and killed < KILLS:
         before = committed(place)
         wait_until(lambda before=before: committed(place) > before or process.poll() is not None)
         time.sleep(drawn.uniform(0, 2))
         if found := engines():
             drawn.choice(found).kill()
             killed += 1
-    print(f"{killed} kills")
     pace(0)
     try:
         ended(process)
     finally:
         pace(STEP_S)
+    assert killed == KILLS, "the run ended before all kills"
     assert [row["status"] for row in place.table()] == ["ok"] * len(LONGER)
     same_as_alone(place, tmp_path, cli_of(), LONGER)
 
