@@ -28,8 +28,8 @@ def test_quantised_answers_stay_close_to_those_of_transformers(tmp_path: Path) -
     assert exact.whole > QUESTIONS / 4
     assert exact.sections > CLASSES / 2
     for name in ("int8", "stored"):
-        assert agreements[name].whole >= 0.5 * exact.whole
-        assert agreements[name].sections >= exact.sections - 2
+        assert agreements[name].whole >= 0.3 * exact.whole
+        assert agreements[name].sections >= exact.sections - 4
         report = found[name][1]
         assert report["quality_kl"] < 0.02
         assert report["quality_top1"] > 0.93
