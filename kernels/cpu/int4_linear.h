@@ -1,6 +1,6 @@
 /* Matrix products with int4 weights that have a scale per output and group of inputs; included once per dtype.
- * Activations are int8, with a scale per row and group. Values of weights are unsigned, 8 is added to them: then an
- * instruction for unsigned and signed bytes multiplies them. Since sum((w + 8) x) = sum(w x) + 8 sum(x), each sum of a
+ * Activations are int8, with a scale per row and group. Weights are stored plus 8, as unsigned values, because the
+ * instruction multiplies unsigned by signed bytes. Since sum((w + 8) x) = sum(w x) + 8 sum(x), each sum of a
  * group begins at its row's offset, -8 times the sum of the group's activations. A panel packs two words of four inputs
  * into one, the first word in the lower halves of its bytes. The sums of a group are exact integers and are added up in
  * float, group by group: a row's result depends only on the row. */
@@ -32,6 +32,7 @@ INLINE vi dot_nibbles(vi sum, vi nibbles, vi x) {
 #endif
 }
 
+/* Returns sums of four products per lane, in 32 bits, from what `dot_nibbles` added up. */
 INLINE vi wide_sums(vi sums) {
 #if LANES == 8
     return (vi)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));

@@ -616,6 +616,7 @@ INLINE int any_greater(vf v, float bound) {
 }
 
 /* Returns the largest lane; if one is NaN, any of them or NaN. */
+/* Returns the sum of all lanes. */
 INLINE int32_t lane_sum_words(vi v) {
 #if LANES == 16
     return _mm512_reduce_add_epi32((__m512i)v);
